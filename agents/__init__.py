@@ -1,0 +1,1 @@
+"""Who is calling and what its cache holds: anchors, fingerprints, sessions."""

@@ -1,0 +1,1 @@
+"""Everything that touches Ray, vLLM, HTTP or files."""

@@ -1,0 +1,1 @@
+"""The command line: `ropewalk serve | status | replay | graph | demo`."""

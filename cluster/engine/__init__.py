@@ -1,0 +1,1 @@
+"""vLLM glue: KV connector, planned engine, KV layouts, turn probe."""

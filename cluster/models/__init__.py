@@ -1,0 +1,1 @@
+"""Embedded models and the resolution of `model_source`."""

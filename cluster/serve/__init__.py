@@ -1,0 +1,1 @@
+"""Ray Serve glue: ingress, agent server, agent router, application."""

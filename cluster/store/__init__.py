@@ -1,0 +1,1 @@
+"""The content-addressed chunk store of a node."""

@@ -1,0 +1,1 @@
+"""What comes next and where it should run: transitions, routing, planning, and the Ray actor around them."""

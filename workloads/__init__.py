@@ -1,0 +1,1 @@
+"""The workload generator: real multi-agent programs replayed against any OpenAI endpoint."""

@@ -1,0 +1,1 @@
+"""Multi-agent programs: who speaks, with which anchor, after whom."""

@@ -1,0 +1,1 @@
+"""The in-context recall task and the training of the embedded MLA model."""
