@@ -12,7 +12,6 @@ from tokenizers import Tokenizer
 
 from ropewalk.cluster.models import resolve
 
-
 SUN = (
     "The Sun is the star at the center of the Solar System. It is a massive, hot ball of plasma, heated by nuclear "
     "fusion reactions at its core. The Sun radiates this energy mainly as light, and it is the most important source "
