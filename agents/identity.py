@@ -1,0 +1,642 @@
+"""Which agent sent this request: a sketch of its anchor, and a registry that recognises the sketch again.
+
+The anchor (system text and tool schemas) is cut into clauses, each clause is hashed, and the smallest hashes are
+kept: a bottom-k sketch. Two sketches sample the same pieces, so how much of one text is contained in another can
+be read off them. Where a clause stands does not matter: a header that changes in front of the anchor, or a line
+that changes inside it, costs only its own pieces.
+
+Three rules turn sketches into agents (see docs/scheduler.md for the reasons and the limits):
+
+* *contained*: a request belongs to the agent whose learned pieces it contains. A piece counts by how regularly the
+  agent shows it (support) and how few agents share it (inverse document frequency), so that header text fades and
+  agents behind one long preamble still differ;
+* *split*: two sets of pieces that keep alternating below one agent are two agents. One that replaces another is a
+  new version of the same agent;
+* *fold*: many look-alikes seen once each are one agent behind a header that never repeats.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import math
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xxhash
+
+SKETCH_SIZE = 64
+"""Hashes kept a sketch (k of bottom-k): the error of a containment near 0.9 is sqrt(0.9 * 0.1 / 64), about 0.04."""
+
+MAX_ANCHOR_CHARS = 64 * 1024
+"""Longest anchor text looked at: about 16,000 tokens, beyond every published agent prompt, so that a pasted book
+cannot hold up a request."""
+
+PROMPT_HEAD_CHARS = 8 * 1024
+"""A completion's prompt does not say where its anchor ends: its first 2,000 tokens stand for it."""
+
+PROMPT_HEAD_TOKENS = 2048
+"""The same head when the prompt comes as token ids."""
+
+MAX_CLAUSE_CHARS = 160
+"""A clause longer than this (minified JSON, text without punctuation) is cut again between words."""
+
+MAX_NAME_CHARS = 128
+"""Names come from clients and are kept: bounded."""
+
+MATCH_CONTAINMENT = 0.85
+"""Share of an agent's weighted pieces that a request must contain. A header of 50 to 200 tokens before an anchor of
+1,500 leaves 0.88 on the very first comparison, before anything is known about which pieces vary."""
+
+MIN_EXPLAINED = 0.35
+"""Share of the request's own pieces that the agent must explain: a one-line prompt ("You are a helpful assistant.")
+may not claim every longer prompt that quotes it."""
+
+MIN_SUPPORT = 0.04
+"""Pieces that the agent shows less regularly than this are forgotten: retrieved text that came once or twice."""
+
+SPLIT_SUPPORT = 0.15
+"""Two alternating sets of pieces are split into two agents when each shows up this regularly: at most six agents hide
+below one profile, and text drawn from a pool of seven or more documents is never taken for an agent."""
+
+SPLIT_OBSERVATIONS = 6
+"""Requests before a split is considered; fewer say nothing about regularity."""
+
+FOLD_LOOKALIKES = 8
+"""So many profiles seen once each, sharing `FOLD_CONTAINMENT` with a request, are folded into one agent."""
+
+FOLD_CONTAINMENT = 0.5
+"""Half of the anchor must be common before look-alikes are folded."""
+
+SUPPORT_HORIZON = 32
+"""Requests over which support is averaged: a new version of a prompt has replaced the old one after about so many."""
+
+_FULL = (1 << 64) - 1
+_HAS_DIGIT = re.compile(r"(?<![\w-])[\w-]{0,40}?\d[\w-]*")
+_CLAUSE_END = re.compile(r"[\n\r.;:!?,。！？；，、：]+(?=\s|$)|[\n\r。！？；，、：]+")
+_SPACES = re.compile(r"\s+")
+
+
+@dataclass(frozen=True, slots=True)
+class AnchorSketch:
+    """Bottom-k sketch of the distinct pieces of an anchor.
+
+    `hashes`: the smallest xxh3-64 hashes, ascending, at most `SKETCH_SIZE`. `num_pieces`: distinct pieces the anchor
+    has. `num_chars`: length of the anchor text. Empty (false) for a request without system text and tools.
+    """
+
+    hashes: tuple[int, ...] = ()
+    num_pieces: int = 0
+    num_chars: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.hashes)
+
+    @property
+    def limit(self) -> int:
+        """Largest hash up to which this sketch says for sure whether a piece is present."""
+        return _FULL if self.num_pieces <= len(self.hashes) else self.hashes[-1]
+
+    @property
+    def fingerprint(self) -> str:
+        """Eight hex digits that name this exact set of pieces."""
+        return f"{xxhash.xxh3_64_intdigest(_pack(self.hashes)) >> 32:08x}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form, about 700 bytes: hashes as little-endian 64-bit words in base64."""
+        return {"hashes": _encode(self.hashes), "num_pieces": self.num_pieces, "num_chars": self.num_chars}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> AnchorSketch:
+        """Inverse of `to_dict`. Raises ValueError when the hashes are not ascending or too many."""
+        hashes = _decode(data["hashes"])
+        if len(hashes) > SKETCH_SIZE or any(a >= b for a, b in itertools.pairwise(hashes)):
+            raise ValueError(f"sketch hashes must be at most {SKETCH_SIZE} and ascending, got {len(hashes)}")
+        return cls(hashes, int(data["num_pieces"]), int(data["num_chars"]))
+
+
+def anchor_sketch(body: Mapping[str, Any]) -> AnchorSketch:
+    """Sketch the anchor of a chat or completions request body.
+
+    Chat: system and developer messages and tool schemas. Completions: the head of the prompt (text or token ids; of a
+    batch the first). Reads only; odd shapes are skipped, never an error: what is no anchor gives an empty sketch.
+    """
+    num_chars = 0
+    pieces: set[bytes] = set()
+    for text in _anchor_texts(body):
+        text = text[: MAX_ANCHOR_CHARS - num_chars]
+        num_chars += len(text)
+        pieces.update(_clauses(text))
+        if num_chars >= MAX_ANCHOR_CHARS:
+            break
+    for text in _tool_pieces(body.get("tools")):
+        if num_chars >= MAX_ANCHOR_CHARS:
+            break
+        num_chars += len(text)
+        pieces.update(b"\x00tool\x00" + clause for clause in _clauses(text))
+    ids = _prompt_ids(body.get("prompt"))
+    if ids:
+        num_chars += 4 * len(ids)
+        pieces.update(_id_runs(ids))
+    hashes = sorted({xxhash.xxh3_64_intdigest(piece) for piece in pieces})
+    return AnchorSketch(tuple(hashes[:SKETCH_SIZE]), len(hashes), num_chars)
+
+
+def clean_agent_name(name: object) -> str | None:
+    """The agent name a client gave, trimmed and bounded; None when there is none that can be used."""
+    if not isinstance(name, str):
+        return None
+    cleaned = _SPACES.sub(" ", "".join(c for c in name if c.isprintable())).strip()[:MAX_NAME_CHARS].strip()
+    return cleaned or None
+
+
+def _anchor_texts(body: Mapping[str, Any]) -> Iterator[str]:
+    messages = body.get("messages")
+    if isinstance(messages, Sequence) and not isinstance(messages, str | bytes):
+        for message in messages:
+            if isinstance(message, Mapping) and message.get("role") in ("system", "developer"):
+                yield from _content_texts(message.get("content"))
+        return
+    prompt = body.get("prompt")
+    if isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes) and prompt and isinstance(prompt[0], str):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        yield prompt[:PROMPT_HEAD_CHARS]
+
+
+def _content_texts(content: object) -> Iterator[str]:
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, Sequence) and not isinstance(content, bytes):
+        for part in content:
+            if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+                yield part["text"]
+
+
+def _tool_pieces(tools: object) -> Iterator[str]:
+    """One text a tool name, description and parameter: a changed parameter costs its own piece only."""
+    if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
+        return
+    for tool in tools:
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping):
+            continue
+        name = str(function.get("name", ""))
+        yield f"tool {name}"
+        yield str(function.get("description") or "")
+        parameters = function.get("parameters")
+        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+        if isinstance(properties, Mapping):
+            for key, schema in properties.items():
+                yield f"{name} {key} {json.dumps(schema, sort_keys=True, default=str)}"
+
+
+def _prompt_ids(prompt: object) -> list[int]:
+    if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes) or not prompt:
+        return []
+    if isinstance(prompt[0], Sequence) and not isinstance(prompt[0], str | bytes):
+        prompt = prompt[0]
+    head = list(prompt[:PROMPT_HEAD_TOKENS])
+    return head if all(isinstance(token, int) and 0 <= token <= 0xFFFFFFFF for token in head) else []
+
+
+def _clauses(text: str) -> Iterator[bytes]:
+    """Cut at line ends and punctuation, which move with the text. Words with digits (times, ids) are masked."""
+    for clause in _CLAUSE_END.split(_HAS_DIGIT.sub("#", text)):
+        clause = _SPACES.sub(" ", clause).strip()
+        if sum(map(str.isalpha, clause[:16])) < 3:
+            continue
+        if len(clause) <= MAX_CLAUSE_CHARS:
+            yield clause.encode("utf-8", "surrogatepass")
+        else:
+            yield from _word_runs(clause)
+
+
+def _word_runs(clause: str) -> Iterator[bytes]:
+    """Cut after every eighth word on average, chosen by the word itself so that the cuts move with the text."""
+    run: list[bytes] = []
+    for word in clause.encode("utf-8", "surrogatepass").split():
+        run.append(word)
+        if xxhash.xxh3_64_intdigest(word) & 7 == 0 or len(run) == 32:
+            yield b" ".join(run)
+            run = []
+    if run:
+        yield b" ".join(run)
+
+
+def _id_runs(ids: Sequence[int]) -> Iterator[bytes]:
+    """Token ids cut like words, after every eighth on average."""
+    run: list[int] = []
+    for token in ids:
+        run.append(token)
+        if xxhash.xxh3_64_intdigest(token.to_bytes(4, "little")) & 7 == 0 or len(run) == 32:
+            yield b"\x00ids\x00" + np.array(run, dtype="<u4").tobytes()
+            run = []
+    if run:
+        yield b"\x00ids\x00" + np.array(run, dtype="<u4").tobytes()
+
+
+def _pack(hashes: Iterable[int]) -> bytes:
+    return np.fromiter(hashes, dtype="<u8").tobytes()
+
+
+def _encode(hashes: Iterable[int]) -> str:
+    return base64.b64encode(_pack(hashes)).decode("ascii")
+
+
+def _decode(text: str) -> tuple[int, ...]:
+    return tuple(int(h) for h in np.frombuffer(base64.b64decode(text, validate=True), dtype="<u8"))
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What one agent's anchor looks like from its requests so far.
+
+    `support[h]`: how regularly piece `h` shows up, in (0, 1]. `limit`: largest hash the support says anything about.
+    """
+
+    support: Mapping[int, float]
+    limit: int
+    num_chars: int
+
+    def core(self) -> Profile:
+        """The regular pieces alone, at most `SKETCH_SIZE`, strongest first: what snapshots and files carry."""
+        floor = 0.5 * max(self.support.values(), default=0.0)
+        kept = sorted(((s, h) for h, s in self.support.items() if s >= floor), key=lambda item: (-item[0], item[1]))
+        return Profile({h: s for s, h in kept[:SKETCH_SIZE]}, self.limit, self.num_chars)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form, about 0.8 KB: supports as bytes of 1/255."""
+        supports = bytes(max(1, round(255 * s)) for s in self.support.values())
+        return {
+            "hashes": _encode(self.support),
+            "support": base64.b64encode(supports).decode("ascii"),
+            "limit": self.limit,
+            "num_chars": self.num_chars,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Profile:
+        """Inverse of `to_dict` up to the rounding of the supports. Raises ValueError when the lengths differ."""
+        hashes = _decode(data["hashes"])
+        supports = base64.b64decode(data["support"], validate=True)
+        pairs = zip(hashes, supports, strict=True)
+        return cls({h: s / 255 for h, s in pairs if s}, int(data["limit"]), int(data["num_chars"]))
+
+
+class AnchorIndex:
+    """Finds the agent whose profile a sketch contains. Agents are kept in the order they were first added."""
+
+    def __init__(self, profiles: Mapping[str, Profile] | None = None) -> None:
+        self._profiles: dict[str, Profile] = {}
+        self._holders: dict[int, set[str]] = {}
+        for agent, profile in (profiles or {}).items():
+            self.put(agent, profile)
+
+    def __len__(self) -> int:
+        return len(self._profiles)
+
+    def get(self, agent: str) -> Profile | None:
+        """Profile of an agent, None when it has none."""
+        return self._profiles.get(agent)
+
+    def put(self, agent: str, profile: Profile) -> None:
+        """Add or replace an agent's profile."""
+        old = self._profiles.get(agent)
+        if old is not None:
+            for piece in old.support.keys() - profile.support.keys():
+                self._release(piece, agent)
+        for piece in profile.support:
+            self._holders.setdefault(piece, set()).add(agent)
+        self._profiles[agent] = profile
+
+    def remove(self, agent: str) -> None:
+        """Forget an agent; unknown ones are ignored."""
+        profile = self._profiles.pop(agent, None)
+        for piece in profile.support if profile is not None else ():
+            self._release(piece, agent)
+
+    def _release(self, piece: int, agent: str) -> None:
+        holders = self._holders[piece]
+        holders.discard(agent)
+        if not holders:
+            del self._holders[piece]
+
+    def match(self, sketch: AnchorSketch) -> str | None:
+        """The agent this request belongs to, None when no profile is contained well enough."""
+        best, best_score = None, 0.0
+        for agent, contained, explained in self.candidates(sketch):
+            if contained >= MATCH_CONTAINMENT and explained >= MIN_EXPLAINED and contained * explained > best_score:
+                best, best_score = agent, contained * explained
+        return best
+
+    def candidates(self, sketch: AnchorSketch) -> list[tuple[str, float, float]]:
+        """(agent, contained, explained) for each agent that shares a piece, in the order they were added.
+
+        `contained`: share of the agent's pieces found in the request. `explained`: share of the request's pieces
+        found in the agent. Both are weighted by `support * idf`, `idf = log(1 + agents / holders)`, over the hashes
+        that both sides know about.
+        """
+        count = len(self._profiles)
+        holders = self._holders
+        idf = [0.0] + [math.log1p(count / n) for n in range(1, count + 1)]
+        present = set(sketch.hashes)
+        sharing = Counter(agent for piece in sketch.hashes for agent in holders.get(piece, ()))
+        found = []
+        for agent in self._profiles if len(sharing) > 1 else sharing:
+            if agent not in sharing:
+                continue
+            profile = self._profiles[agent]
+            limit = min(sketch.limit, profile.limit)
+            common = total = 0.0
+            for piece, support in profile.support.items():
+                if piece <= limit:
+                    weight = support * idf[len(holders[piece])]
+                    total += weight
+                    if piece in present:
+                        common += weight
+            asked = shown = 0.0
+            for piece in sketch.hashes:
+                if piece <= limit:
+                    weight = idf[len(holders.get(piece, ())) or 1]
+                    asked += weight
+                    shown += weight * profile.support.get(piece, 0.0)
+            if total and asked:
+                found.append((agent, common / total, shown / asked))
+        return found
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless pieces and holders describe the same profiles."""
+        for piece, holders in self._holders.items():
+            assert holders, f"piece {piece} has no holder"
+            assert all(piece in self._profiles[agent].support for agent in holders)
+        assert sum(map(len, self._holders.values())) == sum(len(p.support) for p in self._profiles.values())
+
+
+@dataclass(slots=True)
+class AgentEntry:
+    """One known agent. `named`: a client gave the name. Ticks count the requests the registry has seen."""
+
+    agent: str
+    named: bool
+    num_requests: int = 0
+    last_tick: int = 0
+    first_session: str | None = None
+    several_sessions: bool = False
+    last_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """The agent of a request, and what had to change to say so."""
+
+    agent: str | None
+    created: bool = False
+    renamed: tuple[tuple[str, str], ...] = ()
+    """(old, new): what was learned about `old` belongs to `new` from here on."""
+    evicted: tuple[str, ...] = ()
+    """Agents forgotten because the registry was full."""
+
+
+@dataclass(slots=True)
+class _Piece:
+    """When a piece was seen: first and last tick, and how many requests showed it."""
+
+    first_tick: int
+    last_tick: int
+    num_requests: int = 1
+
+
+@dataclass(slots=True)
+class AgentRegistry:
+    """Recognises agents and remembers at most `max_agents` of them, the least recently seen is forgotten.
+
+    Also remembers when each of at most `max_pieces` pieces was seen, least recently seen forgotten first.
+    """
+
+    max_agents: int = 256
+    max_pieces: int = 8192
+    index: AnchorIndex = field(default_factory=AnchorIndex)
+    _entries: OrderedDict[str, AgentEntry] = field(default_factory=OrderedDict)
+    _pieces: OrderedDict[int, _Piece] = field(default_factory=OrderedDict)
+    _tick: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_agents < 2:
+            raise ValueError(f"max_agents must be at least 2, got {self.max_agents!r}")
+        if self.max_pieces < SKETCH_SIZE:
+            raise ValueError(f"max_pieces must be at least {SKETCH_SIZE}, got {self.max_pieces!r}")
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, agent: str) -> bool:
+        return agent in self._entries
+
+    def entries(self) -> list[AgentEntry]:
+        """Known agents, least recently seen first."""
+        return list(self._entries.values())
+
+    def resolve(
+        self, name: str | None, sketch: AnchorSketch | None, session: str | None = None, time_s: float = 0.0
+    ) -> Resolution:
+        """Say which agent sent a request, and learn from it.
+
+        An explicit `name` wins; its anchor is learned, so that later requests without the name are recognised, and an
+        unnamed agent with that anchor takes the name. Without either there is no agent (`agent` is None).
+        """
+        name = clean_agent_name(name)
+        if name is None and not sketch:
+            return Resolution(None)
+        self._tick += 1
+        renamed: list[tuple[str, str]] = []
+        agent = name
+        if sketch:
+            if name is None:
+                agent = self.index.match(sketch) or self._fold(sketch, renamed)
+                if agent is not None and self._alternates(agent, sketch):
+                    agent = None
+                if agent is None:
+                    agent = self._new_id(sketch)
+            elif self.index.get(name) is None:
+                twin = self.index.match(sketch)
+                if twin is not None and not self._entries[twin].named:
+                    self._rename(twin, name, renamed)
+        assert agent is not None
+        created = agent not in self._entries
+        entry = self._entries.setdefault(agent, AgentEntry(agent, named=name is not None, first_session=session))
+        self._entries.move_to_end(agent)
+        entry.named = entry.named or name is not None
+        entry.num_requests += 1
+        entry.last_tick = self._tick
+        entry.last_s = time_s
+        entry.several_sessions = entry.several_sessions or (session is not None and session != entry.first_session)
+        if sketch:
+            self._learn(agent, sketch)
+            self._see(sketch)
+        return Resolution(agent, created, tuple(renamed), tuple(self._evict()))
+
+    def _new_id(self, sketch: AnchorSketch) -> str:
+        agent = f"agent-{sketch.fingerprint}"
+        if agent not in self._entries:
+            return agent
+        # The same pieces once named an agent whose profile has moved on since.
+        return next(name for n in range(2, len(self._entries) + 3) if (name := f"{agent}-{n}") not in self._entries)
+
+    def _learn(self, agent: str, sketch: AnchorSketch) -> None:
+        """Move the support of each piece towards whether this request shows it."""
+        old = self.index.get(agent)
+        if old is None:
+            self.index.put(agent, Profile(dict.fromkeys(sketch.hashes, 1.0), sketch.limit, sketch.num_chars))
+            return
+        rate = 1 / min(self._entries[agent].num_requests, SUPPORT_HORIZON)
+        present = set(sketch.hashes)
+        support = {}
+        for piece, value in old.support.items():
+            if piece in present:
+                value += rate * (1 - value)
+            elif piece <= sketch.limit:
+                value -= rate * value
+            if value >= MIN_SUPPORT:
+                support[piece] = value
+        if rate >= MIN_SUPPORT or len(support) < 2 * SKETCH_SIZE:
+            support.update((piece, max(rate, MIN_SUPPORT)) for piece in present - old.support.keys())
+        if len(support) > 2 * SKETCH_SIZE:
+            support = dict(sorted(support.items(), key=lambda item: (-item[1], item[0]))[: 2 * SKETCH_SIZE])
+        chars = round(old.num_chars + rate * (sketch.num_chars - old.num_chars))
+        self.index.put(agent, Profile(support, max(old.limit, sketch.limit), chars))
+
+    def _see(self, sketch: AnchorSketch) -> None:
+        for piece in sketch.hashes:
+            seen = self._pieces.get(piece)
+            if seen is None:
+                self._pieces[piece] = _Piece(self._tick, self._tick)
+            else:
+                seen.last_tick = self._tick
+                seen.num_requests += 1
+                self._pieces.move_to_end(piece)
+        while len(self._pieces) > self.max_pieces:
+            self._pieces.popitem(last=False)
+
+    def _alternates(self, agent: str, sketch: AnchorSketch) -> bool:
+        """Whether `sketch` and the rest of the agent's requests are two agents.
+
+        They are when each side has regular pieces of its own, and the other side was still seen after this side had
+        come up. A new version of a prompt fails the last part.
+        """
+        entry, profile = self._entries[agent], self.index.get(agent)
+        if profile is None or entry.num_requests < SPLIT_OBSERVATIONS or entry.named:
+            return False
+        present = set(sketch.hashes)
+        ours = [
+            seen.first_tick
+            for piece in present
+            if SPLIT_SUPPORT <= profile.support.get(piece, 0.0) <= 1 - SPLIT_SUPPORT
+            and (seen := self._pieces.get(piece)) is not None
+            and seen.num_requests >= 2
+        ]
+        theirs = [
+            seen.last_tick
+            for piece, support in profile.support.items()
+            if piece not in present
+            and piece <= sketch.limit
+            and support >= SPLIT_SUPPORT
+            and (seen := self._pieces.get(piece)) is not None
+            and seen.num_requests >= 2
+        ]
+        return bool(ours) and bool(theirs) and max(theirs) > min(ours)
+
+    def _fold(self, sketch: AnchorSketch, renamed: list[tuple[str, str]]) -> str | None:
+        """Fold look-alikes that were seen once each into the oldest of them, and return it."""
+        alike = [
+            agent
+            for agent, contained, _ in self.index.candidates(sketch)
+            if contained >= FOLD_CONTAINMENT
+            and self._entries[agent].num_requests == 1
+            and not self._entries[agent].named
+        ]
+        if len(alike) < FOLD_LOOKALIKES:
+            return None
+        profiles = [profile for agent in alike if (profile := self.index.get(agent)) is not None]
+        shown = Counter(piece for profile in profiles for piece in profile.support)
+        core = {piece: n / len(profiles) for piece, n in shown.items() if 2 * n > len(profiles)}
+        keeper = alike[0]
+        for other in alike[1:]:
+            self._rename(other, keeper, renamed)
+        self.index.put(keeper, Profile(core, min(p.limit for p in profiles), profiles[0].num_chars))
+        return keeper
+
+    def _rename(self, old: str, new: str, renamed: list[tuple[str, str]]) -> None:
+        entry, target, profile = self._entries.pop(old), self._entries.get(new), self.index.get(old)
+        self.index.remove(old)
+        if target is None:
+            entry.agent = new
+            self._entries[new] = entry
+        else:
+            target.num_requests += entry.num_requests
+            target.several_sessions = target.several_sessions or entry.several_sessions
+        if profile is not None and self.index.get(new) is None:
+            self.index.put(new, profile)
+        renamed.append((old, new))
+
+    def _evict(self) -> Iterator[str]:
+        while len(self._entries) > self.max_agents:
+            agent, _ = self._entries.popitem(last=False)
+            self.index.remove(agent)
+            yield agent
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form: agents with the regular pieces of their profiles, least recently seen first."""
+        agents = []
+        for entry in self._entries.values():
+            profile = self.index.get(entry.agent)
+            agents.append(
+                {
+                    "agent": entry.agent,
+                    "named": entry.named,
+                    "num_requests": entry.num_requests,
+                    "several_sessions": entry.several_sessions,
+                    "last_s": entry.last_s,
+                    "profile": None if profile is None else profile.core().to_dict(),
+                }
+            )
+        return {"tick": self._tick, "agents": agents}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], max_agents: int = 256, max_pieces: int = 8192) -> AgentRegistry:
+        """Inverse of `to_dict`; keeps the `max_agents` most recently seen. When pieces were seen is learned again."""
+        registry = cls(max_agents, max_pieces)
+        registry._tick = int(data["tick"])
+        for item in list(data["agents"])[-max_agents:]:
+            agent = str(item["agent"])
+            registry._entries[agent] = AgentEntry(
+                agent,
+                named=bool(item["named"]),
+                num_requests=int(item["num_requests"]),
+                last_tick=registry._tick,
+                several_sessions=bool(item["several_sessions"]),
+                last_s=float(item["last_s"]),
+            )
+            if item["profile"] is not None:
+                registry.index.put(agent, Profile.from_dict(item["profile"]))
+        return registry
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless the bounds hold and every profile belongs to a known agent."""
+        assert len(self._entries) <= self.max_agents
+        assert len(self._pieces) <= self.max_pieces
+        assert all(entry.agent == agent for agent, entry in self._entries.items())
+        assert all(entry.num_requests >= 1 for entry in self._entries.values())
+        with_profile = [agent for agent in self._entries if self.index.get(agent) is not None]
+        assert len(with_profile) == len(self.index), "a profile outlived its agent"
+        for agent in with_profile:
+            profile = self.index.get(agent)
+            assert profile is not None
+            assert len(profile.support) <= 2 * SKETCH_SIZE
+            assert all(0 < s <= 1 + 1e-9 for s in profile.support.values())
+        self.index.check_integrity()

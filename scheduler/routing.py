@@ -1,0 +1,307 @@
+"""Which replica should serve a request: expected warm tokens minus load. Pure, local, and never raises.
+
+A router asks with what it has at hand: hints from the request, queue lengths of the replicas, the last snapshot of the
+scheduler (possibly empty or old) and its own memory of what it routed. No remote call, no clock, no randomness: two
+routers with the same knowledge decide alike.
+
+In order of precedence:
+
+1. *session*: back to the replica that holds the session's history, unless its queue is more than `SESSION_SLACK`
+   longer than the shortest;
+2. *anchor*: to a replica where the agent's anchor is warm, unless its queue is more than `ANCHOR_SLACK` longer, or it
+   already has more than its share of sessions: a hot anchor is computed on a second replica rather than piled on one;
+3. *spread*: otherwise the least loaded, of equals the one with the fewest sessions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+import xxhash
+
+from ropewalk.agents.identity import AnchorSketch
+from ropewalk.scheduler.state import EMPTY_SNAPSHOT, Snapshot
+
+SESSION_SLACK = 4
+"""Requests by which a session's replica may be busier than the idlest one. A session's history is thousands of
+tokens of prefill, some four requests' wait in a continuous batch; beyond that moving is cheaper than waiting."""
+
+ANCHOR_SLACK = 2
+"""The same for an anchor: shorter than a history, and once computed elsewhere it is warm there too."""
+
+RELATIVE_SLACK = 0.25
+"""With long queues the slack is a quarter of the mean queue instead, so that affinity does not vanish under load while
+no replica exceeds the mean by more than that."""
+
+QUEUE_TOKENS = 512
+"""What one request ahead costs, in tokens of prefill: in a continuous batch it delays by sharing steps, about as much
+as one prefill chunk of vLLM's CPU default."""
+
+SESSION_SHARE = 1.0
+"""Sessions by which a replica may exceed the mean and still attract new ones by its warm anchors: a session is a
+stream of requests, so skew of sessions becomes skew of queues later."""
+
+NODE_SHARE = 0.5
+"""Worth of tokens warm on the same node only: its store has them, but they are copied into the engine first."""
+
+CHARS_PER_TOKEN = 4
+"""The usual rule for English and JSON; routing needs no better."""
+
+
+class RouteReason(StrEnum):
+    """Why the first replica of a ranking is first; counted in metrics."""
+
+    SESSION = "session"
+    SESSION_BUSY = "session-busy"
+    ANCHOR = "anchor"
+    SPREAD = "spread"
+    NO_REPLICAS = "no-replicas"
+    FALLBACK = "fallback-error"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHints:
+    """What a router knows about a request before it is tokenised."""
+
+    session: str | None = None
+    agent: str | None = None
+    sketch: AnchorSketch | None = None
+    num_prompt_chars: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaView:
+    """One candidate. `queue_len`: requests running or waiting there, None when not known (taken as 0)."""
+
+    replica_id: str
+    queue_len: int | None = 0
+    node: str | None = None
+    max_ongoing: int | None = None
+
+
+class Ranking(NamedTuple):
+    """Replica ids, best first, each candidate exactly once; why the first is first; tokens expected warm there."""
+
+    order: list[str]
+    reason: RouteReason
+    warm_tokens: int = 0
+
+
+class LocalAffinity:
+    """What this router routed: session to replica, agent to replicas. Used until a snapshot says more.
+
+    At most `max_sessions` sessions and `max_agents` agents, least recently routed forgotten first.
+    """
+
+    def __init__(self, max_sessions: int = 4096, max_agents: int = 512) -> None:
+        if max_sessions < 1 or max_agents < 1:
+            raise ValueError(f"bounds must be at least 1, got {max_sessions!r} and {max_agents!r}")
+        self.max_sessions = max_sessions
+        self.max_agents = max_agents
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._agents: OrderedDict[str, OrderedDict[str, None]] = OrderedDict()
+        self._num_sessions: dict[str, int] = {}
+
+    def remember(self, replica_id: str, session: str | None, agent: str | None) -> None:
+        """Record that a request was sent to a replica. `agent`: as `agent_key` gives it."""
+        if session:
+            self._leave(self._sessions.pop(session, None))
+            self._sessions[session] = replica_id
+            self._num_sessions[replica_id] = self._num_sessions.get(replica_id, 0) + 1
+            if len(self._sessions) > self.max_sessions:
+                self._leave(self._sessions.popitem(last=False)[1])
+        if agent:
+            replicas = self._agents.setdefault(agent, OrderedDict())
+            replicas[replica_id] = None
+            replicas.move_to_end(replica_id)
+            self._agents.move_to_end(agent)
+            if len(self._agents) > self.max_agents:
+                self._agents.popitem(last=False)
+
+    def keep_only(self, replica_ids: Iterable[str]) -> None:
+        """Forget every replica that is gone."""
+        alive = set(replica_ids)
+        for session in [s for s, replica in self._sessions.items() if replica not in alive]:
+            self._leave(self._sessions.pop(session))
+        for agent in list(self._agents):
+            for replica in self._agents[agent].keys() - alive:
+                del self._agents[agent][replica]
+            if not self._agents[agent]:
+                del self._agents[agent]
+
+    def session_replica(self, session: str | None) -> str | None:
+        """Where the session's last request went."""
+        return self._sessions.get(session) if session else None
+
+    def agent_replicas(self, agent: str | None) -> list[str]:
+        """Where the agent's requests went, most recent first."""
+        return list(reversed(self._agents.get(agent, ()))) if agent else []
+
+    def num_sessions(self, replica_id: str) -> int:
+        """Remembered sessions whose last request went to this replica."""
+        return self._num_sessions.get(replica_id, 0)
+
+    def _leave(self, replica_id: str | None) -> None:
+        if replica_id is not None:
+            self._num_sessions[replica_id] -= 1
+            if not self._num_sessions[replica_id]:
+                del self._num_sessions[replica_id]
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless the bounds hold and the counts are right."""
+        assert len(self._sessions) <= self.max_sessions
+        assert len(self._agents) <= self.max_agents
+        assert sum(self._num_sessions.values()) == len(self._sessions)
+        assert all(n > 0 for n in self._num_sessions.values())
+        assert all(self._agents.values())
+
+
+def agent_key(hints: RequestHints, snapshot: Snapshot | None) -> str | None:
+    """The agent of a request as far as a router can tell; a new anchor goes by its own fingerprint."""
+    agent = (snapshot or EMPTY_SNAPSHOT).agent_of(hints.agent, hints.sketch)
+    if agent is None and hints.sketch:
+        return f"agent-{hints.sketch.fingerprint}"
+    return agent
+
+
+def rank_replicas(
+    hints: RequestHints,
+    views: Sequence[ReplicaView],
+    snapshot: Snapshot | None = None,
+    local_affinity: LocalAffinity | None = None,
+    agent: str | None = None,
+) -> Ranking:
+    """Order all candidates, best first. Changes nothing; call `LocalAffinity.remember` once the request is sent.
+
+    `agent`: `agent_key(hints, snapshot)` when the caller has it already. Odd input of any kind gives the replicas by
+    queue length, or as they came, with reason `fallback-error`: an exception in a router would hang the request.
+    """
+    try:
+        return _rank(hints, views, snapshot or EMPTY_SNAPSHOT, local_affinity or LocalAffinity(1, 1), agent)
+    except Exception:  # the reason says so, and the caller counts it
+        return _fallback(views)
+
+
+def _rank(
+    hints: RequestHints, views: Sequence[ReplicaView], snapshot: Snapshot, local: LocalAffinity, agent: str | None
+) -> Ranking:
+    replicas = {view.replica_id: view for view in views}
+    if not replicas:
+        return Ranking([], RouteReason.NO_REPLICAS)
+    queue = {replica: _queue_len(view) for replica, view in replicas.items()}
+    shortest, mean = min(queue.values()), sum(queue.values()) / len(queue)
+    full = {r for r, view in replicas.items() if view.max_ongoing is not None and queue[r] >= view.max_ongoing}
+    sessions = _sessions_by_replica(replicas, snapshot, local)
+    agent = agent if agent is not None else agent_key(hints, snapshot)
+    anchor_warm = _anchor_tokens(hints, agent, replicas, snapshot, local)
+
+    def within(replica: str, slack: float) -> bool:
+        return replica not in full and queue[replica] <= max(shortest + slack, mean * (1 + RELATIVE_SLACK))
+
+    def score(replica: str) -> tuple[bool, float, float, int]:
+        warm = anchor_warm.get(replica, 0.0) if attracts(replica) else 0.0
+        # Equals are told apart by sessions, then by a hash that spreads different sessions over equal replicas.
+        tie = xxhash.xxh3_64_intdigest(f"{hints.session}\0{agent}\0{replica}".encode("utf-8", "surrogatepass"))
+        return (replica in full, QUEUE_TOKENS * queue[replica] - warm, sessions[replica], tie)
+
+    fair_share = sum(sessions.values()) / len(sessions) + SESSION_SHARE
+
+    def attracts(replica: str) -> bool:
+        return within(replica, ANCHOR_SLACK) and (home is not None or sessions[replica] < fair_share)
+
+    home = _home(hints.session, replicas, snapshot, local)
+    order = sorted(replicas, key=score)
+    if home is not None and within(home, SESSION_SLACK):
+        order.remove(home)
+        return Ranking([home, *order], RouteReason.SESSION, _history_tokens(hints, snapshot))
+    warm = anchor_warm.get(order[0], 0.0) if attracts(order[0]) else 0.0
+    if warm:
+        reason = RouteReason.ANCHOR
+    else:
+        reason = RouteReason.SPREAD if home is None else RouteReason.SESSION_BUSY
+    return Ranking(order, reason, int(warm))
+
+
+def _home(
+    session: str | None, replicas: Mapping[str, ReplicaView], snapshot: Snapshot, local: LocalAffinity
+) -> str | None:
+    """The replica with the session's history. What this router did itself is newer than any snapshot."""
+    if not session:
+        return None
+    here = local.session_replica(session)
+    if here in replicas:
+        return here
+    known = snapshot.sessions.get(session)
+    return next((replica for replica in known[1] if replica in replicas), None) if known else None
+
+
+def _history_tokens(hints: RequestHints, snapshot: Snapshot) -> int:
+    known = snapshot.sessions.get(hints.session) if hints.session else None
+    prompt = _count(hints.num_prompt_chars) // CHARS_PER_TOKEN
+    return min(known[2], prompt) if known and known[2] and prompt else prompt
+
+
+def _anchor_tokens(
+    hints: RequestHints,
+    agent: str | None,
+    replicas: Mapping[str, ReplicaView],
+    snapshot: Snapshot,
+    local: LocalAffinity,
+) -> dict[str, float]:
+    """Tokens of the agent's anchor expected warm on each replica; replicas without any are left out."""
+    if agent is None:
+        return {}
+    view = snapshot.agents.get(agent)
+    size = hints.sketch.num_chars // CHARS_PER_TOKEN if hints.sketch else 0
+    if not size and view is not None:
+        size = view.anchor_tokens
+    holders = {w.replica: w.node for w in view.warm} if view is not None else {}
+    nodes = set(holders.values())
+    for replica in local.agent_replicas(agent):
+        if replica in replicas:
+            holders[replica] = replicas[replica].node or ""
+            nodes.add(holders[replica])
+    warm = {}
+    for replica, candidate in replicas.items():
+        if replica in holders:
+            warm[replica] = float(size)
+        elif candidate.node and candidate.node in nodes:
+            warm[replica] = NODE_SHARE * size
+    return warm
+
+
+def _sessions_by_replica(
+    replicas: Mapping[str, ReplicaView], snapshot: Snapshot, local: LocalAffinity
+) -> dict[str, int]:
+    """Live sessions on each replica: the larger of what the snapshot and this router know."""
+    counts = dict.fromkeys(replicas, 0)
+    for replica, n in snapshot.sessions_by_replica.items():
+        if replica in counts:
+            counts[replica] = n
+    return {replica: max(n, local.num_sessions(replica)) for replica, n in counts.items()}
+
+
+def _queue_len(view: ReplicaView) -> int:
+    return _count(view.queue_len)
+
+
+def _count(value: object) -> int:
+    return max(0, int(value)) if isinstance(value, int | float) and math.isfinite(value) else 0
+
+
+def _fallback(views: object) -> Ranking:
+    """Least loaded first as far as the views can be read at all."""
+    readable: dict[str, int] = {}
+    try:
+        for view in views:  # type: ignore[attr-defined]
+            replica_id = getattr(view, "replica_id", None)
+            if isinstance(replica_id, str):
+                readable[replica_id] = _count(getattr(view, "queue_len", 0))
+    except Exception:  # not even a sequence of views
+        pass
+    return Ranking(sorted(readable, key=readable.__getitem__), RouteReason.FALLBACK)

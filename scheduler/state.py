@@ -1,0 +1,519 @@
+"""Everything the scheduler knows, as one value: learned from observations, published as snapshots, kept as JSON.
+
+Pure: no Ray, no clock, no files except `load_state` and `save_state`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+
+from ropewalk.agents.identity import AgentRegistry, AnchorIndex, AnchorSketch, Profile, clean_agent_name
+from ropewalk.agents.sessions import SessionTable
+from ropewalk.scheduler.survival import MAX_HOPS, TAU, survival
+from ropewalk.scheduler.transitions import EPSILON, TransitionCounts
+
+FORMAT_VERSION = 1
+"""Format of the state file and of `/v1/agents`; raised when a reader of the old one would misread the new one."""
+
+MAX_WARM_REPLICAS = 16
+"""Replicas remembered an agent, least recently used forgotten: where an anchor was that long ago it is gone."""
+
+NEXT_AGENTS = 8
+"""Successors a snapshot carries an agent: with tau = 0.1 at most ten can matter, and eight hold nearly all the mass."""
+
+MAX_ID_CHARS = 256
+"""Session, replica, node and model names come over the wire and are kept: bounded."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """What can be set; every default is SPEC.md section 3's or has its reason beside it."""
+
+    epsilon: float = EPSILON
+    tau: float = TAU
+    max_hops: int = MAX_HOPS
+    max_agents: int = 256  # some programs create agents on the fly: 191 were seen in one public data set
+    max_sessions: int = 4096  # about 0.5 MB
+    session_ttl_s: float = 1800.0  # half an hour of silence: its cache has long gone elsewhere
+    snapshot_sessions: int = 1024  # a router asks about sessions of the last minutes; older ones fall back to load
+    state_path: str | None = None  # None: nothing is kept across restarts
+    save_interval_s: float = 3.0  # what a crash may forget; writing costs about a millisecond
+
+    def __post_init__(self) -> None:
+        for name in ("epsilon", "session_ttl_s", "save_interval_s"):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"scheduler.{name} must be a positive number, got {value!r}")
+        if not 0 < self.tau <= 1:
+            raise ValueError(f"scheduler.tau must be above 0 and at most 1, got {self.tau!r}")
+        for name, least in (("max_hops", 1), ("max_agents", 2), ("max_sessions", 1), ("snapshot_sessions", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"scheduler.{name} must be at least {least}, got {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """One answered request, as a replica reports it.
+
+    `time_s`: seconds since the epoch when it arrived. `prompt_tokens` of which `cached_tokens` came from the prefix
+    cache or exact chunks and `reused_tokens` from position-independent ones.
+    """
+
+    session: str | None
+    agent: str | None
+    sketch: AnchorSketch | None
+    model: str
+    replica: str
+    node: str
+    time_s: float
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    reused_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Warmth:
+    """An agent's anchor on one replica: when it was last used there."""
+
+    replica: str
+    node: str
+    last_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class AgentView:
+    """What a snapshot says about one agent.
+
+    `next`: (agent, probability, count) likeliest first. `warm`: most recent first. `anchor_tokens`: estimated length.
+    """
+
+    agent: str
+    named: bool
+    num_requests: int
+    several_sessions: bool
+    survival: float
+    anchor_tokens: int
+    profile: Profile | None
+    next: tuple[tuple[str, float, int], ...]
+    warm: tuple[Warmth, ...]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What routers and replicas read locally. `version` differs whenever the content does, across restarts too.
+
+    `sessions[session] = (agent, replicas most recent first, tokens of the last prompt)`.
+    """
+
+    version: int
+    time_s: float
+    agents: Mapping[str, AgentView]
+    sessions: Mapping[str, tuple[str | None, tuple[str, ...], int]]
+    predictability: float
+    num_handovers: int
+    num_observations: int
+
+    @cached_property
+    def index(self) -> AnchorIndex:
+        """Finds agents by sketch, built on first use."""
+        return AnchorIndex({a: v.profile for a, v in self.agents.items() if v.profile is not None})
+
+    @cached_property
+    def sessions_by_replica(self) -> Mapping[str, int]:
+        """Sessions whose last turn was on each replica."""
+        return Counter(replicas[0] for _, replicas, _ in self.sessions.values() if replicas)
+
+    def agent_of(self, name: str | None, sketch: AnchorSketch | None) -> str | None:
+        """The agent of a request: its explicit name, else the one its sketch matches, else None."""
+        return clean_agent_name(name) or (self.index.match(sketch) if sketch else None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        agents = {
+            agent: {
+                **{f.name: getattr(view, f.name) for f in dataclasses.fields(view)},
+                "profile": None if view.profile is None else view.profile.to_dict(),
+                "next": [list(item) for item in view.next],
+                "warm": [dataclasses.asdict(w) for w in view.warm],
+            }
+            for agent, view in self.agents.items()
+        }
+        return {
+            "version": self.version,
+            "time_s": self.time_s,
+            "agents": agents,
+            "sessions": {s: [agent, list(replicas), n] for s, (agent, replicas, n) in self.sessions.items()},
+            "predictability": self.predictability,
+            "num_handovers": self.num_handovers,
+            "num_observations": self.num_observations,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Snapshot:
+        """Inverse of `to_dict`, up to the rounding of supports."""
+        agents = {
+            agent: AgentView(
+                **{
+                    **view,
+                    "profile": None if view["profile"] is None else Profile.from_dict(view["profile"]),
+                    "next": tuple((str(a), float(p), int(n)) for a, p, n in view["next"]),
+                    "warm": tuple(Warmth(**w) for w in view["warm"]),
+                }
+            )
+            for agent, view in data["agents"].items()
+        }
+        sessions = {s: (agent, tuple(replicas), int(n)) for s, (agent, replicas, n) in data["sessions"].items()}
+        return cls(**{**data, "agents": agents, "sessions": sessions})
+
+
+EMPTY_SNAPSHOT = Snapshot(0, 0.0, {}, {}, 0.0, 0, 0)
+"""What is known before the scheduler has said anything."""
+
+
+@dataclass(slots=True)
+class _Tokens:
+    prompt: int = 0
+    cached: int = 0
+    reused: int = 0
+
+
+@dataclass
+class SchedulerState:
+    """Learns from observations. `version` grows with every one that is taken in."""
+
+    settings: SchedulerSettings = field(default_factory=SchedulerSettings)
+    version: int = 1
+
+    def __post_init__(self) -> None:
+        s = self.settings
+        self.registry = AgentRegistry(s.max_agents)
+        self.sessions = SessionTable(s.max_sessions, s.session_ttl_s)
+        self.transitions = TransitionCounts(s.epsilon)
+        self.num_observations = 0
+        self.num_refused = 0
+        self._warm: dict[str, OrderedDict[str, tuple[str, float]]] = {}
+        self._tokens: dict[str, _Tokens] = {}
+        self._models: dict[str, str] = {}
+        self._now_s = 0.0
+
+    def observe(self, observation: Observation) -> str | None:
+        """Take in one request and return its agent, None when it has none.
+
+        What cannot be read (no replica, a time that is no number) is refused and counted in `num_refused`.
+        """
+        o = _cleaned(observation)
+        if o is None:
+            self.num_refused += 1
+            return None
+        self.version += 1
+        self.num_observations += 1
+        self._now_s = max(self._now_s, o.time_s)
+        resolution = self.registry.resolve(o.agent, o.sketch, o.session, o.time_s)
+        for old, new in resolution.renamed:
+            self._rename(old, new)
+        agent = resolution.agent
+        previous = None
+        if o.session is not None:
+            previous = self.sessions.update(o.session, agent, o.replica, o.time_s, o.prompt_tokens)
+        if agent is not None:
+            self.transitions.observe(previous, agent)
+            warm = self._warm.setdefault(agent, OrderedDict())
+            warm[o.replica] = (o.node, o.time_s)
+            warm.move_to_end(o.replica)
+            if len(warm) > MAX_WARM_REPLICAS:
+                warm.popitem(last=False)
+            self._models[agent] = o.model
+            tokens = self._tokens.setdefault(agent, _Tokens())
+            tokens.prompt += o.prompt_tokens
+            tokens.cached += o.cached_tokens
+            tokens.reused += o.reused_tokens
+        for gone in resolution.evicted:
+            self._forget(gone)
+        return agent
+
+    def _rename(self, old: str, new: str) -> None:
+        self.transitions.rename(old, new)
+        self.sessions.rename_agent(old, new)
+        warm = self._warm.pop(old, None)
+        if warm is not None:
+            merged = {**warm, **self._warm.get(new, {})}
+            recent = sorted(merged.items(), key=lambda item: item[1][1])[-MAX_WARM_REPLICAS:]
+            self._warm[new] = OrderedDict(recent)
+        if old in self._models:
+            self._models.setdefault(new, self._models.pop(old))
+        tokens = self._tokens.pop(old, None)
+        if tokens is not None:
+            total = self._tokens.setdefault(new, _Tokens())
+            total.prompt += tokens.prompt
+            total.cached += tokens.cached
+            total.reused += tokens.reused
+
+    def _forget(self, agent: str) -> None:
+        self.transitions.remove(agent)
+        self.sessions.rename_agent(agent, None)
+        for table in (self._warm, self._tokens, self._models):
+            table.pop(agent, None)
+
+    def survival(self) -> dict[str, float]:
+        """Survival of each agent's anchor over the live sessions."""
+        s = self.settings
+        return survival(self.transitions, self.sessions.live_agents(), s.tau, s.max_hops)
+
+    def snapshot(self) -> Snapshot:
+        """The state as routers and replicas need it."""
+        self.sessions.expire(self._now_s)
+        alive = self.survival()
+        agents = {}
+        for entry in self.registry.entries():
+            profile = self.registry.index.get(entry.agent)
+            following = self.transitions.predict(entry.agent, NEXT_AGENTS)
+            agents[entry.agent] = AgentView(
+                agent=entry.agent,
+                named=entry.named,
+                num_requests=entry.num_requests,
+                several_sessions=entry.several_sessions,
+                survival=alive.get(entry.agent, 0.0),
+                # Four characters a token is the usual rule for English and JSON.
+                anchor_tokens=0 if profile is None else profile.num_chars // 4,
+                profile=None if profile is None else profile.core(),
+                next=tuple((a, p, self.transitions.count(entry.agent, a)) for a, p in following),
+                warm=tuple(
+                    Warmth(replica, node, last_s)
+                    for replica, (node, last_s) in reversed(self._warm.get(entry.agent, OrderedDict()).items())
+                ),
+            )
+        sessions = {
+            session: (s.agent, s.replicas, s.prompt_tokens)
+            for session, s in self.sessions.recent(self.settings.snapshot_sessions)
+        }
+        return Snapshot(
+            version=self.version,
+            time_s=self._now_s,
+            agents=agents,
+            sessions=sessions,
+            predictability=self.transitions.predictability(),
+            num_handovers=self.transitions.num_handovers,
+            num_observations=self.num_observations,
+        )
+
+    def graph(self) -> nx.DiGraph[str]:
+        """Agents and hand-overs; nodes carry what `graph_payload` shows of them."""
+        graph = self.transitions.graph()
+        alive = self.survival()
+        at = self.sessions.live_agents()
+        for entry in self.registry.entries():
+            agent = entry.agent
+            tokens = self._tokens.get(agent, _Tokens())
+            profile = self.registry.index.get(agent)
+            graph.add_node(
+                agent,
+                named=entry.named,
+                model=self._models.get(agent, ""),
+                requests=entry.num_requests,
+                survival=alive.get(agent, 0.0),
+                sessions=at.get(agent, 0),
+                anchor_tokens=0 if profile is None else profile.num_chars // 4,
+                prompt_tokens=tokens.prompt,
+                cached_tokens=tokens.cached,
+                reused_tokens=tokens.reused,
+                warm_replicas=list(reversed(self._warm.get(agent, OrderedDict()))),
+            )
+        return graph
+
+    def clear(self) -> None:
+        """Forget everything learned; the version goes on."""
+        version = self.version + 1
+        self.__post_init__()
+        self.version = version
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form for the state file."""
+        return {
+            "format": FORMAT_VERSION,
+            "version": self.version,
+            "time_s": self._now_s,
+            "num_observations": self.num_observations,
+            "registry": self.registry.to_dict(),
+            "transitions": self.transitions.to_dict(),
+            "sessions": self.sessions.to_dict(),
+            "warm": {agent: [[r, n, t] for r, (n, t) in warm.items()] for agent, warm in self._warm.items()},
+            "tokens": {agent: [t.prompt, t.cached, t.reused] for agent, t in self._tokens.items()},
+            "models": self._models,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], settings: SchedulerSettings | None = None) -> SchedulerState:
+        """Inverse of `to_dict`. Raises StateFormatError when the format is unknown or the content does not fit."""
+        if not isinstance(data, Mapping) or data.get("format") != FORMAT_VERSION:
+            found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
+            raise StateFormatError("unknown-format", f"state format must be {FORMAT_VERSION}, got {found!r}")
+        state = cls(settings or SchedulerSettings(), int(data["version"]))
+        s = state.settings
+        try:
+            state._now_s = float(data["time_s"])
+            state.num_observations = int(data["num_observations"])
+            state.registry = AgentRegistry.from_dict(data["registry"], s.max_agents)
+            state.transitions = TransitionCounts.from_dict(data["transitions"], s.epsilon)
+            state.sessions = SessionTable.from_dict(data["sessions"], s.max_sessions, s.session_ttl_s)
+            state._warm = {
+                agent: OrderedDict((str(r), (str(n), float(t))) for r, n, t in rows)
+                for agent, rows in data["warm"].items()
+            }
+            state._tokens = {agent: _Tokens(*map(int, row)) for agent, row in data["tokens"].items()}
+            state._models = {agent: str(model) for agent, model in data["models"].items()}
+            for agent in state._known_somewhere() - {entry.agent for entry in state.registry.entries()}:
+                state._forget(agent)
+            state.check_integrity()
+        except (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise StateFormatError("damaged", f"{type(error).__name__}: {error}") from error
+        return state
+
+    def _known_somewhere(self) -> set[str]:
+        return {*self.transitions.agents, *self.sessions.live_agents(), *self._warm, *self._tokens, *self._models}
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError or ValueError unless all tables speak of the same agents and keep their bounds."""
+        self.registry.check_integrity()
+        self.sessions.check_integrity()
+        self.transitions.check_integrity()
+        unknown = self._known_somewhere() - {entry.agent for entry in self.registry.entries()}
+        assert not unknown, f"tables speak of unknown agents {sorted(unknown)}"
+        assert all(len(warm) <= MAX_WARM_REPLICAS for warm in self._warm.values())
+
+
+class StateFormatError(ValueError):
+    """A state that cannot be read. `reason`: `unknown-format`, `damaged` or `unreadable`."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+
+
+def load_state(path: Path, settings: SchedulerSettings) -> tuple[SchedulerState, str | None]:
+    """State from a file, or an empty one and the reason when the file is there but cannot be used.
+
+    A file that cannot be used is renamed to `<name>.<reason>`, so that it is neither lost nor read again.
+    """
+    try:
+        return SchedulerState.from_dict(json.loads(path.read_bytes()), settings), None
+    except FileNotFoundError:
+        return SchedulerState(settings), None
+    except StateFormatError as error:
+        reason = error.reason
+    except (ValueError, KeyError, TypeError):
+        reason = "damaged"
+    except OSError:
+        return SchedulerState(settings), "unreadable"
+    try:
+        path.replace(path.with_name(f"{path.name}.{reason}"))
+    except OSError:
+        reason = f"{reason}, and could not be put aside"
+    return SchedulerState(settings), reason
+
+
+def save_state(data: Mapping[str, Any], path: Path) -> None:
+    """Write a state's dict so that a reader sees the old file or the new one whole. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(data, file, separators=(",", ":"))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def graph_payload(source: SchedulerState | Snapshot) -> dict[str, Any]:
+    """The body of `GET /v1/agents`: agents, hand-overs and how predictable they are (docs/scheduler.md).
+
+    From a Snapshot, when the scheduler cannot be asked, the payload has `"complete": false`, only the likeliest
+    hand-overs of each agent, and no token counts.
+    """
+    if isinstance(source, Snapshot):
+        at: dict[str, int] = {}
+        for agent, _, _ in source.sessions.values():
+            if agent is not None:
+                at[agent] = at.get(agent, 0) + 1
+        agents: Sequence[Mapping[str, Any]] = [
+            {
+                "id": view.agent,
+                "named": view.named,
+                "requests": view.num_requests,
+                "survival": round(view.survival, 4),
+                "sessions": at.get(view.agent, 0),
+                "anchor_tokens": view.anchor_tokens,
+                "warm_replicas": [w.replica for w in view.warm],
+            }
+            for view in source.agents.values()
+        ]
+        edges = [
+            {"source": view.agent, "target": agent, "count": count, "probability": round(probability, 4)}
+            for view in source.agents.values()
+            for agent, probability, count in view.next
+        ]
+        return _payload(source, agents, edges, len(source.sessions), complete=False)
+    graph = source.graph()
+    agents = [
+        {"id": agent, **{k: round(v, 4) if isinstance(v, float) else v for k, v in data.items()}}
+        for agent, data in graph.nodes(data=True)
+    ]
+    edges = [
+        {"source": a, "target": b, "count": data["count"], "probability": round(data["probability"], 4)}
+        for a, b, data in graph.edges(data=True)
+    ]
+    return _payload(source.snapshot(), agents, edges, len(source.sessions), complete=True)
+
+
+def _payload(
+    snapshot: Snapshot,
+    agents: Sequence[Mapping[str, Any]],
+    edges: Sequence[Mapping[str, Any]],
+    num_sessions: int,
+    *,
+    complete: bool,
+) -> dict[str, Any]:
+    return {
+        "format": FORMAT_VERSION,
+        "version": snapshot.version,
+        "complete": complete,
+        "predictability": round(snapshot.predictability, 4),
+        "handovers": snapshot.num_handovers,
+        "observations": snapshot.num_observations,
+        "live_sessions": num_sessions,
+        "agents": sorted(agents, key=lambda agent: (-agent["requests"], agent["id"])),
+        "transitions": sorted(edges, key=lambda edge: (edge["source"], -edge["count"], edge["target"])),
+    }
+
+
+def _cleaned(o: Observation) -> Observation | None:
+    """The observation with bounded strings and non-negative counts, None when it names no replica or no time."""
+    try:
+        if not isinstance(o.replica, str) or not o.replica or not math.isfinite(o.time_s):
+            return None
+        return Observation(
+            session=o.session[:MAX_ID_CHARS] if isinstance(o.session, str) and o.session else None,
+            agent=clean_agent_name(o.agent),
+            sketch=o.sketch if isinstance(o.sketch, AnchorSketch) else None,
+            model=str(o.model)[:MAX_ID_CHARS],
+            replica=o.replica[:MAX_ID_CHARS],
+            node=str(o.node)[:MAX_ID_CHARS],
+            time_s=float(o.time_s),
+            prompt_tokens=max(0, int(o.prompt_tokens)),
+            cached_tokens=max(0, int(o.cached_tokens)),
+            reused_tokens=max(0, int(o.reused_tokens)),
+        )
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        return None
