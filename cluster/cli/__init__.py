@@ -1,1 +1,32 @@
 """The command line: `ropewalk serve | status | replay | graph | demo`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+
+COMMANDS = ("serve", "status", "replay", "graph", "demo")
+
+
+class UserError(Exception):
+    """A mistake in what the user gave: printed as one line, exit code 2."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return its exit code (2 for a user's mistake)."""
+    parser = argparse.ArgumentParser(prog="ropewalk", description="Serving for multi-agent LLM programs.")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name in COMMANDS:
+        if importlib.util.find_spec(f"ropewalk.cluster.cli.{name}") is None:
+            continue
+        module = importlib.import_module(f"ropewalk.cluster.cli.{name}")
+        module.add_parser(subparsers).set_defaults(run=module.run)
+    args = parser.parse_args(argv)
+    try:
+        return int(args.run(args))
+    except UserError as error:
+        print(f"ropewalk {args.command}: {error}", file=sys.stderr)
+        return 2

@@ -1,0 +1,153 @@
+"""Composes the Ray Serve application: one deployment a model, and the ingress in front of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+from ray.llm._internal.serve.core.configs.llm_config import LLMConfig
+from ray.llm._internal.serve.core.configs.openai_api_models import to_model_metadata
+from ray.llm._internal.serve.core.server.builder import build_llm_deployment
+from ray.serve.config import RequestRouterConfig
+from ray.serve.deployment import Application
+
+from ropewalk.cluster.config import ClusterConfig, ModelConfig
+from ropewalk.cluster.serve.engine import EngineSettings, LocalModelCallback, kv_transfer_config
+from ropewalk.cluster.serve.ingress import ingress_class
+from ropewalk.cluster.serve.router import AgentRouter
+from ropewalk.cluster.serve.server import AgentServer, PlainServer
+from ropewalk.cluster.serve.shares import cpus_per_replica
+
+APP_NAME = "ropewalk"
+INGRESS_NAME = "Ingress"
+
+MAX_CONSTRUCTOR_RETRIES = 1
+"""Engines fail for reasons that a second try rarely changes; Ray's default of 20 hides the reason for many minutes."""
+
+
+def deployment_name(model: ModelConfig) -> str:
+    """The name under which Ray Serve runs the model (it may not hold `/` or `.`)."""
+    return f"{'vllm' if model.plain else 'ropewalk'}:{model.name.replace('/', '--').replace('.', '_')}"
+
+
+def build_application(
+    config: ClusterConfig, sources: Mapping[str, str], store_root: Path, *, loopback: bool
+) -> Application:
+    """Describe everything that Ray Serve is to run. Ray must be connected.
+
+    Args:
+        config: checked settings.
+        sources: what vLLM loads, by model name (`ropewalk.cluster.config.resolve_sources`).
+        store_root: directory of the chunk store, the same on every node.
+        loopback: keep vLLM's own sockets on 127.0.0.1 (a cluster of one machine).
+    """
+    llm_configs = {
+        model.name: _llm_config(config, model, sources[model.name], store_root, loopback) for model in config.models
+    }
+    deployments = {
+        model.name: _model_deployment(config, model, llm_configs[model.name], store_root) for model in config.models
+    }
+    ingress = serve.deployment(
+        ingress_class(),
+        name=INGRESS_NAME,
+        num_replicas=1,
+        max_ongoing_requests=10_000,
+        ray_actor_options={"num_cpus": 0},
+    )
+    return ingress.bind(
+        llm_deployments=deployments,
+        model_cards={name: to_model_metadata(name, llm_config) for name, llm_config in llm_configs.items()},
+        models=[
+            {
+                "id": model.name,
+                "root": sources[model.name],
+                "max_model_len": model.max_model_len,
+                "plain": model.plain,
+            }
+            for model in config.models
+        ],
+        deployments={model.name: deployment_name(model) for model in config.models},
+        app_name=APP_NAME,
+    )
+
+
+def engine_settings(config: ClusterConfig, model: ModelConfig, store_root: Path) -> Any:
+    """What the planned engine and the connector of this model need to know."""
+    if EngineSettings is None:
+        return None
+    return EngineSettings(
+        store_root=str(store_root),
+        store_budget_bytes=config.store.budget,
+        default_mode=model.reuse,
+        carve_out=model.chunking.carve_out,
+    )
+
+
+def engine_kwargs(model: ModelConfig, settings: Any) -> dict[str, Any]:
+    """vLLM's engine arguments. Both arms of a comparison get the same ones, apart from the connector."""
+    arguments: dict[str, Any] = {"dtype": model.dtype, "enable_prompt_tokens_details": True}
+    if model.max_model_len is not None:
+        arguments["max_model_len"] = model.max_model_len
+    if model.kv_cache_gib is not None:
+        arguments["kv_cache_memory_bytes"] = int(model.kv_cache_gib * 2**30)
+    if model.gpus_per_replica == 0:
+        arguments["enforce_eager"] = True  # compiling takes a minute a replica and gains little on small CPU models
+    arguments.update(model.engine_args)
+    if settings is not None:
+        arguments["kv_transfer_config"] = kv_transfer_config(settings)
+    return arguments
+
+
+def _llm_config(config: ClusterConfig, model: ModelConfig, source: str, store_root: Path, loopback: bool) -> LLMConfig:
+    settings = None if model.plain else engine_settings(config, model, store_root)
+    deployment: dict[str, Any] = {
+        "num_replicas": model.replicas,
+        "ray_actor_options": {"num_cpus": 0},
+        "max_constructor_retry_count": MAX_CONSTRUCTOR_RETRIES,
+        "graceful_shutdown_timeout_s": 5,
+    }
+    if not model.plain:
+        deployment["request_router_config"] = RequestRouterConfig(request_router_class=AgentRouter)
+    bundle = {"CPU": float(cpus_per_replica(config, model))}
+    if model.gpus_per_replica:
+        bundle["GPU"] = model.gpus_per_replica
+    return LLMConfig(
+        model_loading_config={"model_id": model.name, "model_source": source},
+        engine_kwargs=engine_kwargs(model, settings),
+        deployment_config=deployment,
+        placement_group_config={"bundle_per_worker": bundle},
+        runtime_env={"env_vars": _environment(config, model, source, loopback)},
+        experimental_configs={"stream_batching_interval_ms": 0},
+        callback_config={"callback_class": LocalModelCallback} if Path(source).is_dir() else {},
+    )
+
+
+def _model_deployment(config: ClusterConfig, model: ModelConfig, llm_config: LLMConfig, store_root: Path) -> Any:
+    bind_kwargs: dict[str, Any] = {}
+    if not model.plain:
+        bind_kwargs = {
+            "engine_settings": engine_settings(config, model, store_root),
+            "default_mode": model.reuse,
+            "scheduler": config.scheduler.enabled,
+        }
+    return build_llm_deployment(
+        llm_config,
+        deployment_cls=PlainServer if model.plain else AgentServer,
+        bind_kwargs=bind_kwargs,
+        override_serve_options={"name": deployment_name(model)},
+    )
+
+
+def _environment(config: ClusterConfig, model: ModelConfig, source: str, loopback: bool) -> dict[str, str]:
+    environment = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_NO_USAGE_STATS": "1"}
+    if loopback:
+        environment["VLLM_HOST_IP"] = "127.0.0.1"
+    if model.gpus_per_replica == 0:
+        # vLLM would bind every replica to the same cores, and to fewer of them when a connector is configured.
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        environment["OMP_NUM_THREADS"] = str(cpus_per_replica(config, model))
+    if Path(source).is_dir():
+        environment["HF_HUB_OFFLINE"] = "1"
+    return environment

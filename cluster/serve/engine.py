@@ -1,0 +1,51 @@
+"""The vLLM engine of a replica, with the planned engine around its client.
+
+This is the only seam between Ray Serve LLM and Ropewalk's engine: vLLM's OpenAI layer is built on whatever
+`_start_async_llm_engine` returns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.llm._internal.common.callbacks.base import CallbackBase
+from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
+
+from ropewalk.cluster.engine.request import RequestReport
+
+try:
+    from ropewalk.cluster.engine.planned import PlannedEngine, wrap_engine
+    from ropewalk.cluster.engine.settings import EngineSettings, kv_transfer_config
+except ImportError:
+    PlannedEngine = EngineSettings = kv_transfer_config = wrap_engine = None
+
+
+class AgentEngine(VLLMEngine):
+    """Stock `VLLMEngine` whose engine client plans each request."""
+
+    def __init__(self, llm_config: Any, *, settings: Any) -> None:
+        super().__init__(llm_config)
+        self._settings = settings
+        self.planned: PlannedEngine | None = None
+
+    def _start_async_llm_engine(self, vllm_engine_args: Any, vllm_engine_config: Any, placement_group: Any) -> Any:
+        client = super()._start_async_llm_engine(vllm_engine_args, vllm_engine_config, placement_group)
+        if wrap_engine is None:
+            return client
+        self.planned = wrap_engine(client, vllm_engine_config, self._settings)
+        return self.planned
+
+    def pop_reports(self, key: str) -> list[RequestReport]:
+        """What happened to the request with this key, one report a prompt."""
+        return self.planned.pop_reports(key) if self.planned else []
+
+    def status(self) -> dict[str, Any]:
+        """Turn probe, refusal and store statistics of this replica."""
+        return self.planned.status() if self.planned else {}
+
+
+class LocalModelCallback(CallbackBase):
+    """Skips Ray's download step, which costs a process and its imports, for models that are files already."""
+
+    async def on_before_node_init(self) -> None:
+        self.ctx.run_init_node = False

@@ -1,0 +1,180 @@
+"""The HTTP front: OpenAI's API with `vllm serve`'s errors, plus Ropewalk's own routes (docs/http_api.md)."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import time
+import uuid
+from argparse import Namespace
+from http import HTTPStatus
+from typing import Any
+
+import ray
+from fastapi import Depends, FastAPI, Request
+from ray.llm._internal.serve.core.configs.openai_api_models import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ErrorResponse,
+    TokenizeRequest,
+)
+from ray.llm._internal.serve.core.ingress.ingress import OpenAiIngress, make_fastapi_ingress
+from ray.llm._internal.serve.core.ingress.middleware import SetRequestIdMiddleware
+from ray.llm._internal.serve.core.ingress.utils import _openai_json_wrapper, _peek_at_generator
+from ray.serve._private.common import RequestMetadata
+from ray.serve._private.constants import SERVE_NAMESPACE
+from ray.serve.context import _get_global_client
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+from vllm.entrypoints.serve.utils.api_utils import validate_json_request
+
+STATUS_DEADLINE_S = 5.0
+"""How long `GET /v1/replicas` waits for one busy replica before it is shown without details."""
+
+
+class UnknownModelError(Exception):
+    """A request for a model that is not served."""
+
+
+async def _unknown_model(request: Request, error: UnknownModelError) -> Response:
+    message = f"The model `{error.args[0]}` does not exist."
+    answer = create_error_response(message, err_type="NotFoundError", status_code=HTTPStatus.NOT_FOUND, param="model")
+    return JSONResponse(answer.model_dump(), status_code=answer.error.code)
+
+
+class AgentIngress(OpenAiIngress):
+    """Routes of the endpoint. Requests go to the model's deployment unchanged; only errors are shaped here."""
+
+    def __init__(self, *, models: list[dict[str, Any]], deployments: dict[str, str], app_name: str, **kwargs: Any):
+        super().__init__(**kwargs)
+        self._models = {model["id"]: model for model in models}
+        self._deployments = deployments
+        self._app_name = app_name
+        self._created = int(time.time())
+
+    async def _get_model_id(self, model: str | None) -> str:
+        if model is None and len(self._models) == 1:
+            return next(iter(self._models))
+        if model not in self._models:
+            raise UnknownModelError(model)
+        return model
+
+    async def _process_llm_request(self, body: Any, call_method: str, raw_request: Request | None = None) -> Response:
+        answers = self._get_response(body=body, call_method=call_method, raw_request=raw_request)
+        first, answers = await _peek_at_generator(answers)
+        if isinstance(first, ErrorResponse) or hasattr(first, "error"):
+            return JSONResponse(first.model_dump(), status_code=first.error.code)
+        if hasattr(first, "model_dump"):
+            return JSONResponse(first.model_dump())
+        return StreamingResponse(_openai_json_wrapper(answers), media_type="text/event-stream")
+
+    async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
+        return await self._process_llm_request(body, "chat", request)
+
+    async def completions(self, body: CompletionRequest, request: Request) -> Response:
+        return await self._process_llm_request(body, "completions", request)
+
+    async def tokenize(self, body: TokenizeRequest, request: Request) -> Response:
+        return await self._process_llm_request(body, "tokenize", request)
+
+    async def detokenize(self, body: DetokenizeRequest, request: Request) -> Response:
+        return await self._process_llm_request(body, "detokenize", request)
+
+    async def models(self) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card(model) for model in self._models.values()]})
+
+    async def model_data(self, model: str) -> Response:
+        if model not in self._models:
+            raise UnknownModelError(model)
+        return JSONResponse(self._card(self._models[model]))
+
+    def _card(self, model: dict[str, Any]) -> dict[str, Any]:
+        return {**model, "object": "model", "created": self._created, "owned_by": "vllm", "parent": None}
+
+    async def health(self) -> Response:
+        """200 while every model has a replica that answers requests, else 503 naming those that have none."""
+        missing = [model["name"] for model in (await self._replicas())["models"] if model["ready"] == 0]
+        if missing:
+            return JSONResponse({"status": "unavailable", "models": missing}, status_code=503)
+        return Response(status_code=200)
+
+    async def replicas(self) -> Response:
+        """Models, their replicas, and what each says of itself."""
+        report = await self._replicas()
+        replicas = [replica for model in report["models"] for replica in model["replicas"]]
+        details = await asyncio.gather(*(_ask(replica["actor"], "status") for replica in replicas))
+        for replica, detail in zip(replicas, details, strict=True):
+            replica.update(detail)
+        return JSONResponse(report)
+
+    async def _replicas(self) -> dict[str, Any]:
+        # Reading from the controller is a blocking call of some milliseconds.
+        details = await asyncio.to_thread(_get_global_client().get_serve_details)
+        deployments = details["applications"][self._app_name]["deployments"]
+        models = []
+        for name, deployment in self._deployments.items():
+            seen = deployments.get(deployment, {})
+            replicas = [
+                {
+                    "replica": replica["replica_id"],
+                    "state": replica["state"],
+                    "actor": replica["actor_name"],
+                    "node": replica["node_id"],
+                }
+                for replica in seen.get("replicas", [])
+            ]
+            models.append(
+                {
+                    "name": name,
+                    "plain": self._models[name]["plain"],
+                    "wanted": seen.get("target_num_replicas", 0),
+                    "ready": sum(replica["state"] == "RUNNING" for replica in replicas),
+                    "message": seen.get("message", ""),
+                    "replicas": replicas,
+                }
+            )
+        return {"models": models}
+
+
+async def _ask(actor_name: str, method: str) -> dict[str, Any]:
+    """Call a method of one certain replica, which a deployment handle cannot address."""
+    try:
+        actor = ray.get_actor(actor_name, namespace=SERVE_NAMESPACE)
+        request_id = f"ropewalk-{uuid.uuid4()}"
+        metadata = RequestMetadata(request_id=request_id, internal_request_id=request_id, call_method=method)
+        async with asyncio.timeout(STATUS_DEADLINE_S):
+            return dict(await actor.handle_request.remote(pickle.dumps(metadata)))
+    except Exception as error:
+        return {"unreachable": f"{type(error).__name__}: {error}"}
+
+
+ENDPOINTS = {
+    "chat": lambda app: app.post("/v1/chat/completions", dependencies=[Depends(validate_json_request)]),
+    "completions": lambda app: app.post("/v1/completions", dependencies=[Depends(validate_json_request)]),
+    "tokenize": lambda app: app.post("/tokenize", dependencies=[Depends(validate_json_request)]),
+    "detokenize": lambda app: app.post("/detokenize", dependencies=[Depends(validate_json_request)]),
+    "models": lambda app: app.get("/v1/models"),
+    "model_data": lambda app: app.get("/v1/models/{model:path}"),
+    "health": lambda app: app.get("/health"),
+    "replicas": lambda app: app.get("/v1/replicas"),
+}
+
+
+def build_app() -> FastAPI:
+    """A FastAPI application that shapes errors as `vllm serve` does."""
+    app = FastAPI(title="Ropewalk", docs_url=None, redoc_url=None)
+    app.state.args = Namespace(log_error_stack=False)
+    # Only read when an engine is dead; Ray Serve restarts its replica, so there is no server to stop here.
+    app.state.server = Namespace()
+    app.state.engine_client = Namespace(errored=False, is_running=True)
+    init_exception_handler(app)
+    app.add_exception_handler(UnknownModelError, _unknown_model)
+    app.add_middleware(SetRequestIdMiddleware)
+    return app
+
+
+def ingress_class() -> Any:
+    """`AgentIngress` with its routes, ready for `serve.deployment`."""
+    return make_fastapi_ingress(AgentIngress, endpoint_map=ENDPOINTS, app=build_app())

@@ -1,0 +1,344 @@
+"""Runs a cluster: inside this process (`Deployment`, what `ropewalk serve` does) or as a child (`LocalCluster`)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+import yaml
+
+from ropewalk.cluster.config import ClusterConfig, resolve_sources
+from ropewalk.cluster.serve import progress
+
+NAMESPACE = "ropewalk"
+"""Ray namespace of everything that Ropewalk starts by name."""
+
+OBJECT_STORE_BYTES = 128 * 2**20
+"""Requests and answers only: KV goes through the chunk store, never through Ray's object store."""
+
+_STOP_GRACE_S = 8.0
+
+Report = Callable[[str], None]
+
+
+class StartError(Exception):
+    """The cluster could not be started; the message says why and where the logs are."""
+
+
+def port_problem(host: str, port: int) -> str | None:
+    """Why nothing can listen on `host:port`, or `None` if something can."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error.strerror or str(error)
+    return None
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that nothing listens on right now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def url_of(config: ClusterConfig) -> str:
+    """Base URL of the OpenAI API."""
+    host = config.http.host
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1"
+    return f"http://[{host}]:{config.http.port}/v1" if ":" in host else f"http://{host}:{config.http.port}/v1"
+
+
+class Deployment:
+    """The application on a Ray of its own (loopback only), or on a running cluster when `address` is given.
+
+    Ray is global to a process: only one `Deployment` may be alive in it. Whatever was started is stopped by `stop`,
+    and nothing else: the processes are remembered by pid.
+    """
+
+    def __init__(self, config: ClusterConfig, *, report: Report, address: str | None = None) -> None:
+        self.config = config
+        self.address = address
+        self._report = report
+        self._started_at = time.monotonic()
+        self._work_dir: Path | None = None
+        self._store_dir: Path | None = None
+        self.log_dir: Path | None = None
+        self._connected = False
+
+    def say(self, message: str) -> None:
+        """Report progress with the seconds since the start."""
+        self._report(f"[{time.monotonic() - self._started_at:6.1f} s] {message}")
+
+    def start(self, *, timeout_s: float) -> None:
+        """Start Ray, deploy, and return when every replica is ready. Raises `StartError`."""
+        sources = resolve_sources(self.config)
+        self._start_ray()
+        self._deploy(sources)
+        self._wait_until_ready(timeout_s)
+
+    def _start_ray(self) -> None:
+        if self.address is None:
+            # Read when Ray is imported: keeps every listener of a single-node Ray on 127.0.0.1.
+            os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+            os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+            self._work_dir = _short_temp_dir()
+            self.say(f"starting Ray on 127.0.0.1 (logs: {self._work_dir}/session_latest/logs)")
+        else:
+            self.say(f"connecting to Ray at {self.address}")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        import ray
+
+        for name in ("ray", "ray.serve", "ray.data"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+        if self.address is None:
+            context = ray.init(
+                address="local",
+                namespace=NAMESPACE,
+                num_cpus=self._num_cpus(),
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=str(self._work_dir),
+            )
+            self.log_dir = Path(ray._private.worker._global_node.get_logs_dir_path())
+            self.ray_address = context.address_info["gcs_address"]
+        else:
+            try:
+                context = ray.init(
+                    address=self.address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR
+                )
+            except ConnectionError as error:
+                raise StartError(f"no Ray cluster at {self.address!r}: {error}") from None
+            self.ray_address = context.address_info["gcs_address"]
+        self._connected = True
+
+    def _num_cpus(self) -> int:
+        """Logical CPUs of the local Ray: enough for all replicas, because they may share cores."""
+        from ropewalk.cluster.serve.shares import cpus_per_replica
+
+        wanted = sum(model.replicas * cpus_per_replica(self.config, model) for model in self.config.models)
+        return max(wanted, len(os.sched_getaffinity(0)))
+
+    def store_root(self) -> Path:
+        """Directory of the chunk store; a temporary one in memory unless the settings name one."""
+        if self.config.store.root is not None:
+            return self.config.store.root
+        if self._store_dir is None:
+            shared_memory = Path("/dev/shm")
+            parent = shared_memory if os.access(shared_memory, os.W_OK) else Path(tempfile.gettempdir())
+            self._store_dir = Path(tempfile.mkdtemp(prefix="ropewalk-store-", dir=parent))
+        return self._store_dir
+
+    def _deploy(self, sources: dict[str, str]) -> None:
+        self.say("Ray is up; importing Ray Serve and vLLM")
+        from ray import serve
+        from ray.serve.schema import LoggingConfig
+
+        from ropewalk.cluster.serve.application import APP_NAME, build_application, deployment_name
+
+        self._names = {model.name: deployment_name(model) for model in self.config.models}
+        self._app_name = APP_NAME
+        serve.start(
+            http_options={"host": self.config.http.host, "port": self.config.http.port},
+            proxy_location="HeadOnly" if self.address is None else "EveryNode",
+            logging_config=LoggingConfig(enable_access_log=False, log_level="WARNING"),
+        )
+        if self.address is not None and APP_NAME in serve.status().applications:
+            serve.delete(APP_NAME)  # an application that failed cannot be deployed over
+        application = build_application(self.config, sources, self.store_root(), loopback=self.address is None)
+        replicas = ", ".join(f"{model.name} x {model.replicas}" for model in self.config.models)
+        self.say(f"deploying {replicas}")
+        serve.run_many(
+            [serve.RunTarget(application, name=APP_NAME, route_prefix="/")],
+            wait_for_applications_running=False,
+        )
+
+    def _wait_until_ready(self, timeout_s: float) -> None:
+        from ray.serve.context import _get_global_client
+
+        deadline = time.monotonic() + timeout_s
+        shown: list[str] = []
+        while True:
+            details = _get_global_client().get_serve_details()["applications"].get(self._app_name, {})
+            if details.get("status") == "RUNNING":
+                return
+            if reason := progress.failure(details, self.log_dir):
+                raise StartError(f"a replica failed to start: {reason}")
+            lines = progress.describe(details.get("deployments", {}), self._names, self.log_dir)
+            for line in lines:
+                if line not in shown:
+                    self.say(line)
+            shown = lines
+            if time.monotonic() > deadline:
+                raise StartError(f"not ready after {timeout_s:.0f} s: {'; '.join(lines)}")
+            time.sleep(0.5)
+
+    def stop(self, *, keep_logs: bool = False) -> None:
+        """Stop what `start` has started; on a running cluster only the application."""
+        if self._connected:
+            import ray
+            from ray import serve
+
+            if self.address is not None:
+                with contextlib.suppress(Exception):
+                    serve.delete(self._app_name)
+                ray.shutdown()
+            else:
+                started = psutil.Process().children(recursive=True)
+                stopper = threading.Thread(target=_shut_down_serve, daemon=True)
+                stopper.start()
+                stopper.join(_STOP_GRACE_S)
+                started += [p for p in psutil.Process().children(recursive=True) if p not in started]
+                ray.shutdown()
+                end_processes(started)
+            self._connected = False
+        if self._store_dir is not None:
+            shutil.rmtree(self._store_dir, ignore_errors=True)
+        if self._work_dir is not None and not keep_logs:
+            shutil.rmtree(self._work_dir, ignore_errors=True)
+
+
+def _shut_down_serve() -> None:
+    from ray import serve
+
+    with contextlib.suppress(Exception):
+        serve.shutdown()
+
+
+def end_processes(processes: list[psutil.Process], grace_s: float = _STOP_GRACE_S) -> None:
+    """End these processes: wait, then SIGTERM, then SIGKILL. Pids that were reused meanwhile are left alone."""
+    _, alive = psutil.wait_procs(processes, timeout=1)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    _, alive = psutil.wait_procs(alive, timeout=grace_s)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=grace_s)
+
+
+def _short_temp_dir() -> Path:
+    """A directory whose path is short enough for Ray's sockets (107 bytes, of which Ray needs about 65)."""
+    parent = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="rw-", dir=parent if len(parent) <= 30 else "/tmp"))
+
+
+class LocalCluster:
+    """`ropewalk serve` as a child process, for programs that need an endpoint for a while.
+
+        with LocalCluster(config) as cluster:
+            OpenAI(base_url=cluster.endpoint, api_key="none")
+
+    A port of 0 picks a free one. `__exit__` ends the child and whatever it has left behind.
+    """
+
+    def __init__(self, config: ClusterConfig, *, report: Report | None = None, start_timeout_s: float = 600.0) -> None:
+        self.config = config
+        self._report = report
+        self._start_timeout_s = start_timeout_s
+        self._directory = Path(tempfile.mkdtemp(prefix="rw-cluster-"))
+        self._process: subprocess.Popen[str] | None = None
+        self._ready: dict[str, Any] = {}
+        self.output: list[str] = []
+
+    @property
+    def endpoint(self) -> str:
+        """Base URL of the OpenAI API, such as `http://127.0.0.1:8000/v1`."""
+        return str(self._ready["endpoint"])
+
+    @property
+    def ray_address(self) -> str:
+        """Address of the cluster's Ray, for `ray.init(address=...)`."""
+        return str(self._ready["ray_address"])
+
+    @property
+    def store_root(self) -> Path:
+        """Directory of the chunk store."""
+        return Path(self._ready["store_root"])
+
+    @property
+    def pid(self) -> int:
+        """The process that runs the cluster; all others are its descendants."""
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> LocalCluster:
+        """Start and wait until every replica is ready. Raises `StartError` with the child's last words."""
+        settings = self._directory / "serve.yaml"
+        settings.write_text(yaml.safe_dump(self.config.model_dump(mode="json")))
+        ready_file = self._directory / "ready.json"
+        command = [sys.executable, "-m", "ropewalk.cluster.cli", "serve", str(settings)]
+        command += ["--ready-file", str(ready_file), "--start-timeout", str(self._start_timeout_s)]
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+        threading.Thread(target=self._relay, args=(self._process,), daemon=True).start()
+        try:
+            for _ in _poll(self._start_timeout_s + 60):
+                if ready_file.exists():
+                    self._ready = json.loads(ready_file.read_text())
+                    return self
+                if self._process.poll() is not None:
+                    break
+        except BaseException:
+            self.stop()
+            raise
+        last = " / ".join(self.output[-3:])
+        self.stop()
+        raise StartError(last or "the cluster did not start")
+
+    def _relay(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            self.output.append(line.rstrip("\n"))
+            if self._report is not None:
+                self._report(self.output[-1])
+
+    def stop(self) -> None:
+        """Stop the cluster as Ctrl-C would, and see to it that no process of it is left."""
+        if self._process is not None and self._process.poll() is None:
+            descendants = psutil.Process(self._process.pid).children(recursive=True)
+            self._process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=60)
+            if self._process.poll() is None:
+                self._process.kill()
+                self._process.wait()
+            end_processes(descendants)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def __enter__(self) -> LocalCluster:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def _poll(timeout_s: float, pause_s: float = 0.1) -> Iterator[None]:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        yield
+        time.sleep(pause_s)

@@ -1,0 +1,109 @@
+"""What one request may ask of Ropewalk: the `ropewalk` body field and its headers, checked (docs/http_api.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
+
+from ropewalk.cluster.engine.request import Mode, RequestSettings
+
+FIELD = "ropewalk"
+SESSION_HEADER = "x-session-id"
+AGENT_HEADER = "x-agent"
+
+Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+RESERVED_FIELDS = ("kv_transfer_params", "cache_salt")
+"""vLLM request fields that name KV directly: taken raw, they would let a client reach other people's KV."""
+
+
+class RequestRefused(Exception):
+    """The client's mistake: HTTP 400, with the request field it concerns."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class RopewalkField(BaseModel):
+    """The optional `ropewalk` field of a chat or completion request."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    session: Name | None = None
+    agent: Name | None = None
+    reuse: Literal["exact", "reuse"] | None = None
+    explain: bool = False
+    edits: Literal["forget", "amortize"] = "forget"
+    directives: list[Any] = []
+
+
+def read_settings(
+    extra: Mapping[str, Any],
+    reserved: Mapping[str, Any],
+    headers: Mapping[str, str],
+    default_mode: Mode,
+) -> RequestSettings:
+    """Turn what the client sent into settings for the engine, under a fresh key.
+
+    `extra` holds the body fields that the OpenAI schema does not know, `reserved` the values of `RESERVED_FIELDS`.
+    The body field wins over the headers. Raises `RequestRefused`.
+    """
+    for name in RESERVED_FIELDS:
+        if reserved.get(name) is not None:
+            raise RequestRefused(
+                f"{name!r} is not accepted from clients: it names cached KV directly. "
+                f"Use the {FIELD!r} field, whose 'session' and 'reuse' say what may be shared.",
+                name,
+            )
+    if extra.get("context_management") is not None:
+        raise RequestRefused("'context_management' is not supported yet by this version", "context_management")
+
+    field = _validated(extra.get(FIELD))
+    if field.directives:
+        raise RequestRefused(f"'{FIELD}.directives' is not supported yet by this version", f"{FIELD}.directives")
+    if field.edits != "forget":
+        raise RequestRefused(
+            f"'{FIELD}.edits' = {field.edits!r} is not supported yet by this version; 'forget' is", f"{FIELD}.edits"
+        )
+    return RequestSettings(
+        mode=field.reuse or default_mode,
+        session=field.session or _header(headers, SESSION_HEADER),
+        agent=field.agent or _header(headers, AGENT_HEADER),
+        explain=field.explain,
+    )
+
+
+def peek_session(extra: Mapping[str, Any] | None, headers: Mapping[str, str]) -> tuple[str | None, str | None]:
+    """Session and agent as a router wants them: never raises, because a bad field is answered further down."""
+    field = (extra or {}).get(FIELD)
+    field = field if isinstance(field, Mapping) else {}
+    session, agent = field.get("session"), field.get("agent")
+    return (
+        session if isinstance(session, str) and session else headers.get(SESSION_HEADER) or None,
+        agent if isinstance(agent, str) and agent else headers.get(AGENT_HEADER) or None,
+    )
+
+
+def _validated(value: Any) -> RopewalkField:
+    if value is None:
+        return RopewalkField()
+    try:
+        return RopewalkField.model_validate(value)
+    except ValidationError as error:
+        details = error.errors()[0]
+        where = ".".join([FIELD, *(str(part) for part in details["loc"])])
+        if details["type"] == "extra_forbidden":
+            known = ", ".join(RopewalkField.model_fields)
+            raise RequestRefused(f"'{where}' is unknown; '{FIELD}' knows {known}", where) from None
+        raise RequestRefused(f"'{where}': {details['msg']}, got {details['input']!r}", where) from None
+
+
+def _header(headers: Mapping[str, str], name: str) -> str | None:
+    value = (headers.get(name) or "").strip()
+    if len(value) > 256:
+        raise RequestRefused(f"header {name!r} has {len(value)} characters; at most 256 are allowed", name)
+    return value or None
