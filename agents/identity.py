@@ -57,24 +57,32 @@ MIN_EXPLAINED = 0.35
 """Share of the request's own pieces that the agent must explain: a one-line prompt ("You are a helpful assistant.")
 may not claim every longer prompt that quotes it."""
 
-MIN_SUPPORT = 0.04
-"""Pieces that the agent shows less regularly than this are forgotten: retrieved text that came once or twice."""
+HISTORY_SESSIONS = 32
+"""Sessions an agent's anchor is learned from. Each speaks with its latest request alone, so that neither a long session
+nor a header that stays the same within one outweighs the rest. A new version of a prompt has replaced the old one after
+so many sessions. 32 fit the bits of one small integer."""
 
-SPLIT_SUPPORT = 0.15
-"""Two alternating sets of pieces are split into two agents when each shows up this regularly: at most six agents hide
-below one profile, and text drawn from a pool of seven or more documents is never taken for an agent."""
+MAX_PIECES = 4 * SKETCH_SIZE
+"""Pieces remembered an agent, the rarest forgotten: room for the anchor and the header text of the last sessions."""
 
-SPLIT_OBSERVATIONS = 6
-"""Requests before a split is considered; fewer say nothing about regularity."""
+SPLIT_SESSIONS = 8
+"""Sessions before an agent may be split in two; fewer say nothing about what alternates."""
+
+SPLIT_SHOWN = 4
+"""Sessions that must show a set of pieces for it to be an agent of its own, so that a coincidence is none."""
+
+SPLIT_COVERED = 0.9
+"""Share of the sessions that must show one or the other of two agents; a tenth may be of a third one, seen once."""
+
+STEADY_SUPPORT = 0.85
+"""Pieces shown by this share of the sessions belong to all agents below a profile and say nothing about a split."""
 
 FOLD_LOOKALIKES = 8
-"""So many profiles seen once each, sharing `FOLD_CONTAINMENT` with a request, are folded into one agent."""
+"""So many agents, each seen in a session of its own and never again, that share `FOLD_CONTAINMENT` with a request are
+one agent. Fewer may well be the agents of a program behind one preamble on their first turn."""
 
 FOLD_CONTAINMENT = 0.5
 """Half of the anchor must be common before look-alikes are folded."""
-
-SUPPORT_HORIZON = 32
-"""Requests over which support is averaged: a new version of a prompt has replaced the old one after about so many."""
 
 _FULL = (1 << 64) - 1
 _HAS_DIGIT = re.compile(r"(?<![\w-])[\w-]{0,40}?\d[\w-]*")
@@ -255,20 +263,22 @@ def _decode(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What one agent's anchor looks like from its requests so far.
+    """What one agent's anchor looks like from its sessions so far.
 
-    `support[h]`: how regularly piece `h` shows up, in (0, 1]. `limit`: largest hash the support says anything about.
+    `support[h]`: share of the sessions that show piece `h`, in (0, 1]. `limit`: largest hash the support says anything
+    about. `num_sessions`: how many sessions that rests on; from two on, a piece must have come back to be in it.
     """
 
     support: Mapping[int, float]
     limit: int
     num_chars: int
+    num_sessions: int = 1
 
     def core(self) -> Profile:
         """The regular pieces alone, at most `SKETCH_SIZE`, strongest first: what snapshots and files carry."""
         floor = 0.5 * max(self.support.values(), default=0.0)
         kept = sorted(((s, h) for h, s in self.support.items() if s >= floor), key=lambda item: (-item[0], item[1]))
-        return Profile({h: s for s, h in kept[:SKETCH_SIZE]}, self.limit, self.num_chars)
+        return Profile({h: s for s, h in kept[:SKETCH_SIZE]}, self.limit, self.num_chars, self.num_sessions)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form, about 0.8 KB: supports as bytes of 1/255."""
@@ -278,6 +288,7 @@ class Profile:
             "support": base64.b64encode(supports).decode("ascii"),
             "limit": self.limit,
             "num_chars": self.num_chars,
+            "num_sessions": self.num_sessions,
         }
 
     @classmethod
@@ -286,7 +297,8 @@ class Profile:
         hashes = _decode(data["hashes"])
         supports = base64.b64decode(data["support"], validate=True)
         pairs = zip(hashes, supports, strict=True)
-        return cls({h: s / 255 for h, s in pairs if s}, int(data["limit"]), int(data["num_chars"]))
+        support = {h: s / 255 for h, s in pairs if s}
+        return cls(support, int(data["limit"]), int(data["num_chars"]), max(1, int(data["num_sessions"])))
 
 
 class AnchorIndex:
@@ -340,7 +352,7 @@ class AnchorIndex:
 
         `contained`: share of the agent's pieces found in the request. `explained`: share of the request's pieces
         found in the agent. Both are weighted by `support * idf`, `idf = log(1 + agents / holders)`, over the hashes
-        that both sides know about.
+        that both sides know about. A profile from one session is weighted flat: its header is as rare as its own text.
         """
         count = len(self._profiles)
         holders = self._holders
@@ -353,17 +365,19 @@ class AnchorIndex:
                 continue
             profile = self._profiles[agent]
             limit = min(sketch.limit, profile.limit)
+            flat = profile.num_sessions == 1
             common = total = 0.0
             for piece, support in profile.support.items():
                 if piece <= limit:
-                    weight = support * idf[len(holders[piece])]
+                    weight = 1.0 if flat else support * idf[len(holders[piece])]
                     total += weight
                     if piece in present:
                         common += weight
             asked = shown = 0.0
             for piece in sketch.hashes:
                 if piece <= limit:
-                    weight = idf[len(holders.get(piece, ())) or 1]
+                    # A piece nobody holds is most likely header: it weighs no more than one that all share.
+                    weight = idf[len(holders.get(piece, ())) or count]
                     asked += weight
                     shown += weight * profile.support.get(piece, 0.0)
             if total and asked:
@@ -378,17 +392,149 @@ class AnchorIndex:
         assert sum(map(len, self._holders.values())) == sum(len(p.support) for p in self._profiles.values())
 
 
+class AnchorHistory:
+    """Which of the last `HISTORY_SESSIONS` sessions showed which piece, as one bit each (bit 0: the newest session).
+
+    A session that comes again within that time rewrites its bit. Requests without a session count as one of their own.
+    """
+
+    def __init__(self) -> None:
+        self._shown: dict[int, int] = {}
+        self._limits: list[int] = []  # newest first, one a session
+        self._sessions: dict[str, int] = {}  # session: serial number of its bit
+        self._serial = 0
+        self.num_chars = 0
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions remembered, at most `HISTORY_SESSIONS`."""
+        return len(self._limits)
+
+    def add(self, sketch: AnchorSketch, session: str | None) -> None:
+        """Let a session speak with this request."""
+        age = self._serial - self._sessions[session] if session in self._sessions else HISTORY_SESSIONS
+        if age >= HISTORY_SESSIONS:
+            age = 0
+            self._serial += 1
+            self._limits = [sketch.limit, *self._limits[: HISTORY_SESSIONS - 1]]
+            window = (1 << len(self._limits)) - 1
+            self._shown = {p: bits for p, b in self._shown.items() if (bits := b << 1 & window)}
+            self._sessions = {s: n for s, n in self._sessions.items() if self._serial - n < HISTORY_SESSIONS}
+            if session is not None:
+                self._sessions[session] = self._serial
+        else:
+            self._limits[age] = sketch.limit
+            self._shown = {p: bits for p, b in self._shown.items() if (bits := b & ~(1 << age))}
+        for piece in sketch.hashes:
+            self._shown[piece] = self._shown.get(piece, 0) | 1 << age
+        if len(self._shown) > MAX_PIECES:
+            kept = sorted(self._shown.items(), key=lambda item: (-item[1].bit_count(), item[1] & -item[1], item[0]))
+            self._shown = dict(kept[:MAX_PIECES])
+        self.num_chars += round((sketch.num_chars - self.num_chars) / len(self._limits))
+
+    def profile(self) -> Profile:
+        """Support of every piece that came back (of all pieces while there is one session only)."""
+        least = min(2, len(self._limits))
+        support = {p: self._support(p, b) for p, b in self._shown.items() if b.bit_count() >= least}
+        return Profile(support, max(self._limits, default=0), self.num_chars, len(self._limits))
+
+    def _support(self, piece: int, bits: int) -> float:
+        asked = sum(piece <= limit for limit in self._limits) if piece > min(self._limits) else len(self._limits)
+        return bits.bit_count() / max(1, asked)
+
+    def split(self, sketch: AnchorSketch) -> AnchorHistory | None:
+        """Take the sessions of another agent out of these: those that show the pieces by which `sketch` differs.
+
+        There is another agent when the pieces of `sketch` that only some sessions show always come together (one
+        block), never beside the pieces that `sketch` lacks, one or the other is in nearly every session, and the others
+        were still seen after the block had first come up. The last part tells two agents from two versions of one; the
+        first three tell an agent from header text drawn from a pool.
+        """
+        block = self._block(sketch)
+        if not block:
+            return None
+        ages = range(len(self._limits))
+        ours, rest = [a for a in ages if block >> a & 1], [a for a in ages if not block >> a & 1]
+        taken = AnchorHistory()
+        taken._limits = [self._limits[a] for a in ours]
+        taken._shown = _picked(self._shown, ours)
+        taken.num_chars = sketch.num_chars
+        serial_of = {n: a for a, n in enumerate(rest)}
+        sessions = {s: serial_of.get(self._serial - n) for s, n in self._sessions.items()}
+        self._sessions = {s: self._serial - age for s, age in sessions.items() if age is not None}
+        self._limits = [self._limits[a] for a in rest]
+        self._shown = _picked(self._shown, rest)
+        return taken
+
+    def _block(self, sketch: AnchorSketch) -> int:
+        """Sessions to split off, as bits; 0 for none."""
+        if len(self._limits) < SPLIT_SESSIONS:
+            return 0
+        present = set(sketch.hashes)
+        block: int | None = None
+        others = 0
+        least = min(self._limits)
+        for piece, bits in self._shown.items():
+            # Pieces beyond some session's limit have bits that say nothing.
+            if piece > least or bits.bit_count() < 2 or bits.bit_count() >= STEADY_SUPPORT * len(self._limits):
+                continue
+            if piece not in present:
+                others |= bits if piece <= sketch.limit else 0
+            elif block is None:
+                block = bits
+            elif bits != block:
+                return 0
+        if not block or not others or block.bit_count() < SPLIT_SHOWN or block & others:
+            return 0
+        covered = (block | others).bit_count() >= SPLIT_COVERED * len(self._limits)
+        return block if covered and (others & -others) < 1 << (block.bit_length() - 1) else 0
+
+    def absorb(self, other: AnchorHistory) -> None:
+        """Take in the sessions of another history as older ones."""
+        room = HISTORY_SESSIONS - len(self._limits)
+        shift, window = len(self._limits), (1 << HISTORY_SESSIONS) - 1
+        self._limits += other._limits[:room]
+        for piece, bits in other._shown.items():
+            merged = self._shown.get(piece, 0) | bits << shift & window
+            if merged:
+                self._shown[piece] = merged
+
+    @classmethod
+    def restored(cls, profile: Profile) -> AnchorHistory:
+        """A history whose profile is about `profile`; which session showed what is not known any more."""
+        history = cls()
+        num = min(profile.num_sessions, HISTORY_SESSIONS)
+        history._limits = [profile.limit] * num
+        history._serial = num
+        history._shown = {p: (1 << max(1, round(s * num))) - 1 for p, s in profile.support.items()}
+        history.num_chars = profile.num_chars
+        return history
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless the bounds hold and no bit lies outside the sessions."""
+        assert len(self._limits) <= HISTORY_SESSIONS
+        assert len(self._sessions) <= HISTORY_SESSIONS
+        assert len(self._shown) <= MAX_PIECES
+        assert all(0 < bits < 1 << len(self._limits) for bits in self._shown.values())
+
+
+def _picked(shown: Mapping[int, int], ages: Sequence[int]) -> dict[int, int]:
+    """The bits at `ages`, moved together; pieces left without any are dropped."""
+    moved = {piece: sum((bits >> age & 1) << new for new, age in enumerate(ages)) for piece, bits in shown.items()}
+    return {piece: bits for piece, bits in moved.items() if bits}
+
+
 @dataclass(slots=True)
 class AgentEntry:
-    """One known agent. `named`: a client gave the name. Ticks count the requests the registry has seen."""
+    """One known agent. `named`: a client gave the name. `first_session`: the first it was seen in, if it had an id."""
 
     agent: str
     named: bool
     num_requests: int = 0
-    last_tick: int = 0
     first_session: str | None = None
     several_sessions: bool = False
     last_s: float = 0.0
+    history: AnchorHistory = field(default_factory=AnchorHistory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,33 +550,16 @@ class Resolution:
 
 
 @dataclass(slots=True)
-class _Piece:
-    """When a piece was seen: first and last tick, and how many requests showed it."""
-
-    first_tick: int
-    last_tick: int
-    num_requests: int = 1
-
-
-@dataclass(slots=True)
 class AgentRegistry:
-    """Recognises agents and remembers at most `max_agents` of them, the least recently seen is forgotten.
-
-    Also remembers when each of at most `max_pieces` pieces was seen, least recently seen forgotten first.
-    """
+    """Recognises agents and remembers at most `max_agents` of them; the least recently seen is forgotten."""
 
     max_agents: int = 256
-    max_pieces: int = 8192
     index: AnchorIndex = field(default_factory=AnchorIndex)
     _entries: OrderedDict[str, AgentEntry] = field(default_factory=OrderedDict)
-    _pieces: OrderedDict[int, _Piece] = field(default_factory=OrderedDict)
-    _tick: int = 0
 
     def __post_init__(self) -> None:
         if self.max_agents < 2:
             raise ValueError(f"max_agents must be at least 2, got {self.max_agents!r}")
-        if self.max_pieces < SKETCH_SIZE:
-            raise ValueError(f"max_pieces must be at least {SKETCH_SIZE}, got {self.max_pieces!r}")
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -453,32 +582,35 @@ class AgentRegistry:
         name = clean_agent_name(name)
         if name is None and not sketch:
             return Resolution(None)
-        self._tick += 1
         renamed: list[tuple[str, str]] = []
         agent = name
-        if sketch:
-            if name is None:
-                agent = self.index.match(sketch) or self._fold(sketch, renamed)
-                if agent is not None and self._alternates(agent, sketch):
+        history: AnchorHistory | None = None
+        if sketch and name is None:
+            agent = self.index.match(sketch) or self._fold(sketch, renamed)
+            if agent is not None and not self._entries[agent].named:
+                history = self._entries[agent].history.split(sketch)
+                if history is not None:
+                    self.index.put(agent, self._entries[agent].history.profile())
                     agent = None
-                if agent is None:
-                    agent = self._new_id(sketch)
-            elif self.index.get(name) is None:
-                twin = self.index.match(sketch)
-                if twin is not None and not self._entries[twin].named:
-                    self._rename(twin, name, renamed)
+            if agent is None:
+                agent = self._new_id(sketch)
+        elif sketch and name is not None and self.index.get(name) is None:
+            twin = self.index.match(sketch)
+            if twin is not None and not self._entries[twin].named:
+                self._rename(twin, name, renamed)
         assert agent is not None
         created = agent not in self._entries
         entry = self._entries.setdefault(agent, AgentEntry(agent, named=name is not None, first_session=session))
         self._entries.move_to_end(agent)
+        if history is not None:
+            entry.history, entry.several_sessions = history, True
         entry.named = entry.named or name is not None
         entry.num_requests += 1
-        entry.last_tick = self._tick
         entry.last_s = time_s
-        entry.several_sessions = entry.several_sessions or (session is not None and session != entry.first_session)
+        entry.several_sessions = entry.several_sessions or session != entry.first_session
         if sketch:
-            self._learn(agent, sketch)
-            self._see(sketch)
+            entry.history.add(sketch, session)
+            self.index.put(agent, entry.history.profile())
         return Resolution(agent, created, tuple(renamed), tuple(self._evict()))
 
     def _new_id(self, sketch: AnchorSketch) -> str:
@@ -488,98 +620,38 @@ class AgentRegistry:
         # The same pieces once named an agent whose profile has moved on since.
         return next(name for n in range(2, len(self._entries) + 3) if (name := f"{agent}-{n}") not in self._entries)
 
-    def _learn(self, agent: str, sketch: AnchorSketch) -> None:
-        """Move the support of each piece towards whether this request shows it."""
-        old = self.index.get(agent)
-        if old is None:
-            self.index.put(agent, Profile(dict.fromkeys(sketch.hashes, 1.0), sketch.limit, sketch.num_chars))
-            return
-        rate = 1 / min(self._entries[agent].num_requests, SUPPORT_HORIZON)
-        present = set(sketch.hashes)
-        support = {}
-        for piece, value in old.support.items():
-            if piece in present:
-                value += rate * (1 - value)
-            elif piece <= sketch.limit:
-                value -= rate * value
-            if value >= MIN_SUPPORT:
-                support[piece] = value
-        if rate >= MIN_SUPPORT or len(support) < 2 * SKETCH_SIZE:
-            support.update((piece, max(rate, MIN_SUPPORT)) for piece in present - old.support.keys())
-        if len(support) > 2 * SKETCH_SIZE:
-            support = dict(sorted(support.items(), key=lambda item: (-item[1], item[0]))[: 2 * SKETCH_SIZE])
-        chars = round(old.num_chars + rate * (sketch.num_chars - old.num_chars))
-        self.index.put(agent, Profile(support, max(old.limit, sketch.limit), chars))
-
-    def _see(self, sketch: AnchorSketch) -> None:
-        for piece in sketch.hashes:
-            seen = self._pieces.get(piece)
-            if seen is None:
-                self._pieces[piece] = _Piece(self._tick, self._tick)
-            else:
-                seen.last_tick = self._tick
-                seen.num_requests += 1
-                self._pieces.move_to_end(piece)
-        while len(self._pieces) > self.max_pieces:
-            self._pieces.popitem(last=False)
-
-    def _alternates(self, agent: str, sketch: AnchorSketch) -> bool:
-        """Whether `sketch` and the rest of the agent's requests are two agents.
-
-        They are when each side has regular pieces of its own, and the other side was still seen after this side had
-        come up. A new version of a prompt fails the last part.
-        """
-        entry, profile = self._entries[agent], self.index.get(agent)
-        if profile is None or entry.num_requests < SPLIT_OBSERVATIONS or entry.named:
-            return False
-        present = set(sketch.hashes)
-        ours = [
-            seen.first_tick
-            for piece in present
-            if SPLIT_SUPPORT <= profile.support.get(piece, 0.0) <= 1 - SPLIT_SUPPORT
-            and (seen := self._pieces.get(piece)) is not None
-            and seen.num_requests >= 2
-        ]
-        theirs = [
-            seen.last_tick
-            for piece, support in profile.support.items()
-            if piece not in present
-            and piece <= sketch.limit
-            and support >= SPLIT_SUPPORT
-            and (seen := self._pieces.get(piece)) is not None
-            and seen.num_requests >= 2
-        ]
-        return bool(ours) and bool(theirs) and max(theirs) > min(ours)
-
     def _fold(self, sketch: AnchorSketch, renamed: list[tuple[str, str]]) -> str | None:
-        """Fold look-alikes that were seen once each into the oldest of them, and return it."""
+        """Fold look-alikes that were each seen in one session alone into the oldest of them, and return it."""
         alike = [
-            agent
+            entry
             for agent, contained, _ in self.index.candidates(sketch)
             if contained >= FOLD_CONTAINMENT
-            and self._entries[agent].num_requests == 1
-            and not self._entries[agent].named
+            and not (entry := self._entries[agent]).named
+            and entry.history.num_sessions == 1
         ]
-        if len(alike) < FOLD_LOOKALIKES:
+        # Look-alikes within one session are the agents of one program.
+        sessions = [entry.first_session for entry in alike]
+        if sessions.count(None) + len(set(sessions) - {None}) < FOLD_LOOKALIKES:
             return None
-        profiles = [profile for agent in alike if (profile := self.index.get(agent)) is not None]
-        shown = Counter(piece for profile in profiles for piece in profile.support)
-        core = {piece: n / len(profiles) for piece, n in shown.items() if 2 * n > len(profiles)}
         keeper = alike[0]
-        for other in alike[1:]:
-            self._rename(other, keeper, renamed)
-        self.index.put(keeper, Profile(core, min(p.limit for p in profiles), profiles[0].num_chars))
-        return keeper
+        for entry in alike[1:]:
+            keeper.history.absorb(entry.history)
+            self._rename(entry.agent, keeper.agent, renamed)
+        self.index.put(keeper.agent, keeper.history.profile())
+        return keeper.agent
 
     def _rename(self, old: str, new: str, renamed: list[tuple[str, str]]) -> None:
+        """Give an agent's entry to `new`; when that is known already, only the counts."""
         entry, target, profile = self._entries.pop(old), self._entries.get(new), self.index.get(old)
         self.index.remove(old)
         if target is None:
             entry.agent = new
-            self._entries[new] = entry
+            target = self._entries[new] = entry
         else:
             target.num_requests += entry.num_requests
             target.several_sessions = target.several_sessions or entry.several_sessions
+            if not target.history.num_sessions:
+                target.history = entry.history
         if profile is not None and self.index.get(new) is None:
             self.index.put(new, profile)
         renamed.append((old, new))
@@ -590,7 +662,7 @@ class AgentRegistry:
             self.index.remove(agent)
             yield agent
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> list[dict[str, Any]]:
         """JSON form: agents with the regular pieces of their profiles, least recently seen first."""
         agents = []
         for entry in self._entries.values():
@@ -605,38 +677,34 @@ class AgentRegistry:
                     "profile": None if profile is None else profile.core().to_dict(),
                 }
             )
-        return {"tick": self._tick, "agents": agents}
+        return agents
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], max_agents: int = 256, max_pieces: int = 8192) -> AgentRegistry:
-        """Inverse of `to_dict`; keeps the `max_agents` most recently seen. When pieces were seen is learned again."""
-        registry = cls(max_agents, max_pieces)
-        registry._tick = int(data["tick"])
-        for item in list(data["agents"])[-max_agents:]:
+    def from_dict(cls, rows: Sequence[Mapping[str, Any]], max_agents: int = 256) -> AgentRegistry:
+        """Inverse of `to_dict`; keeps the `max_agents` most recently seen."""
+        registry = cls(max_agents)
+        for item in list(rows)[-max_agents:]:
             agent = str(item["agent"])
+            profile = None if item["profile"] is None else Profile.from_dict(item["profile"])
             registry._entries[agent] = AgentEntry(
                 agent,
                 named=bool(item["named"]),
                 num_requests=int(item["num_requests"]),
-                last_tick=registry._tick,
                 several_sessions=bool(item["several_sessions"]),
                 last_s=float(item["last_s"]),
+                history=AnchorHistory() if profile is None else AnchorHistory.restored(profile),
             )
-            if item["profile"] is not None:
-                registry.index.put(agent, Profile.from_dict(item["profile"]))
+            if profile is not None:
+                registry.index.put(agent, profile)
         return registry
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless the bounds hold and every profile belongs to a known agent."""
         assert len(self._entries) <= self.max_agents
-        assert len(self._pieces) <= self.max_pieces
         assert all(entry.agent == agent for agent, entry in self._entries.items())
-        assert all(entry.num_requests >= 1 for entry in self._entries.values())
-        with_profile = [agent for agent in self._entries if self.index.get(agent) is not None]
-        assert len(with_profile) == len(self.index), "a profile outlived its agent"
-        for agent in with_profile:
-            profile = self.index.get(agent)
-            assert profile is not None
-            assert len(profile.support) <= 2 * SKETCH_SIZE
-            assert all(0 < s <= 1 + 1e-9 for s in profile.support.values())
+        for agent, entry in self._entries.items():
+            assert entry.num_requests >= 1
+            entry.history.check_integrity()
+            assert (self.index.get(agent) is None) == (entry.history.num_sessions == 0)
+        assert sum(entry.history.num_sessions > 0 for entry in self._entries.values()) == len(self.index)
         self.index.check_integrity()
