@@ -153,7 +153,7 @@ def _frame(shapes: str, ys: Sequence[float], y_unit: str, names: str, x_unit: st
     marks = "".join(f'<span style="bottom:{100 * value / ys[-1]:.2f}%">{_number(value)}</span>' for value in ys)
     box = 'viewBox="0 0 100 100" preserveAspectRatio="none" role="img"'
     return (
-        f'<div class="soft small">{escape(y_unit)}</div><div class="plot"><div class="ys">{marks}</div>'
+        f'<div class="unit">{escape(y_unit)}</div><div class="plot"><div class="ys">{marks}</div>'
         f'<svg {box} aria-label="{escape(label)}">{grid}{shapes}</svg>'
         f'<div class="xs">{names}</div><div class="axis">{escape(x_unit)}</div></div>'
     )
@@ -174,7 +174,7 @@ def _line(style: str, *, x: float | None = None, y: float | None = None, title: 
 
 def _part_color(part: int) -> str:
     """Cached parts stand out, computed ones stay in the background."""
-    return (color(1), "var(--soft)")[part % 2]
+    return (color(1), "var(--rest)")[part % 2]
 
 
 def _number(value: float) -> str:

@@ -11,7 +11,7 @@ from rich.table import Table
 from ropewalk.workloads import charts
 from ropewalk.workloads.charts import format_ms, format_share
 from ropewalk.workloads.metrics import ReplayResult
-from ropewalk.workloads.report import card_grid, errors_section, latency_table, page, section, settings_table, table
+from ropewalk.workloads.report import card_grid, errors_section, page, section, settings_table, table
 
 Summaries = Mapping[str, Mapping[str, Any]]
 
@@ -103,9 +103,8 @@ def comparison_html(results: Mapping[str, ReplayResult], title: str = "Compariso
                 }
             ),
         ),
-        section("Latency", latency_table(summaries)),
         errors_section(summaries),
-        *(section(f"What was run: {name}", settings_table(result)) for name, result in results.items()),
+        section("What was run", settings_table(results)),
     ]
     return page(title, parts)
 

@@ -79,7 +79,7 @@ def report_html(result: ReplayResult) -> str:
         ),
         section("Latency", latency_table({config.name: summary})),
         errors_section({config.name: summary}),
-        section("What was run", settings_table(result)),
+        section("What was run", settings_table({config.name: result})),
     ]
     return page(f"Replay of {config.program}", parts)
 
@@ -103,10 +103,10 @@ def cards(summary: Mapping[str, Any]) -> str:
         (format_ms(summary["turn_ms"]["mean"]), "turn, mean"),
         (format_share(summary["cached_token_share"]), "prompt tokens from cache"),
         (f"{summary['turns_per_s']:.2f}", "turns a second"),
-        (f"{summary['requests'] - summary['errors']}", "turns answered"),
-        (f"{summary['errors']}", "errors"),
     ]
-    return card_grid([(value, name, name == "errors" and value != "0") for value, name in shown])
+    answered = summary["requests"] - summary["errors"]
+    outcome = (f"{answered} / {summary['requests']}", "turns answered", summary["errors"] > 0)
+    return card_grid([*((value, name, False) for value, name in shown), outcome])
 
 
 def card_grid(shown: Iterable[tuple[str, str, bool]]) -> str:
@@ -173,16 +173,24 @@ def cache_note(summary: Mapping[str, Any]) -> str:
     return '<p class="soft small">The endpoint reported no cached tokens (vLLM: --enable-prompt-tokens-details).</p>'
 
 
-def settings_table(result: ReplayResult) -> str:
-    """Everything needed to run this again."""
-    summary = result.summary()
-    rows = [["questions", result.source], ["SHA-256 of bodies", summary["body_sha256"]], ["model", result.model]]
-    rows += [
-        [name, f"{value}"] for name, value in result.config.to_dict().items() if name != "model" and value is not None
-    ]
-    warmup = summary["warmup"]
-    rows.append(["excluded as warm-up", f"{warmup['requests']} turns ({warmup['errors']} errors)"])
-    return table((), rows, "settings")
+def settings_table(results: Mapping[str, ReplayResult]) -> str:
+    """Everything needed to run this again, a column for each arm."""
+    columns = []
+    for result in results.values():
+        summary = result.summary()
+        warmup = summary["warmup"]
+        columns.append(
+            {
+                "questions": result.source,
+                "SHA-256 of bodies": summary["body_sha256"],
+                **result.config.to_dict(),
+                "model": result.model,
+                "excluded as warm-up": f"{warmup['requests']} turns ({warmup['errors']} errors)",
+            }
+        )
+    names = dict.fromkeys(name for column in columns for name in column if column[name] is not None)
+    rows = [[name, *("–" if column[name] is None else f"{column[name]}" for column in columns)] for name in names]
+    return table(["", *results] if len(columns) > 1 else (), rows, "settings")
 
 
 def prompt_parts(figures: Mapping[str, Any]) -> tuple[float, float]:
