@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ropewalk.cluster.models import ModelSourceError, resolve
 
-_UNITS = {"": 1, "B": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]?i?)b?", re.IGNORECASE)
 
 
@@ -50,6 +50,7 @@ class ChunkingConfig(_Settings):
     minimum: int = Field(default=32, ge=1)
     maximum: int = Field(default=512, ge=1)
     carve_out: int = Field(default=32, ge=0)
+    min_run: int = Field(default=64, ge=1)
 
     @model_validator(mode="after")
     def _ordered(self) -> ChunkingConfig:

@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 import threading
+import traceback
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -73,8 +74,11 @@ def run(args: argparse.Namespace) -> int:
             code = 130
         except StartError as error:
             code = 1
-            logs = f"; logs: {deployment.log_dir}, {noise.name}"
-            print(f"ropewalk serve: {error}{logs}", file=errors, flush=True)
+            _explain_failure(str(error), deployment.log_dir, noise.name, errors)
+        except Exception as error:
+            code = 1
+            traceback.print_exc()
+            _explain_failure(f"{type(error).__name__}: {error}", deployment.log_dir, noise.name, errors)
         finally:
             if not (args.detach and code == 0):
                 for number in (signal.SIGINT, signal.SIGTERM):
@@ -132,6 +136,11 @@ def _announce(config: ClusterConfig, deployment: Any, ready_file: Path | None) -
         partial = ready_file.with_suffix(".partial")
         partial.write_text(json.dumps(facts, indent=1))
         partial.rename(ready_file)
+
+
+def _explain_failure(reason: str, log_dir: Path | None, noise: str, errors: TextIO) -> None:
+    logs = ", ".join([*([str(log_dir)] if log_dir else []), noise])
+    print(f"ropewalk serve: {reason}\nlogs: {logs}", file=errors, flush=True)
 
 
 def _say(line: str) -> None:

@@ -14,11 +14,13 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.deployment import Application
 
 from ropewalk.cluster.config import ClusterConfig, ModelConfig
-from ropewalk.cluster.serve.engine import EngineSettings, LocalModelCallback, kv_transfer_config
+from ropewalk.cluster.engine.settings import EngineSettings, kv_transfer_config
+from ropewalk.cluster.serve.engine import LocalModelCallback
 from ropewalk.cluster.serve.ingress import ingress_class
 from ropewalk.cluster.serve.router import AgentRouter
 from ropewalk.cluster.serve.server import AgentServer, PlainServer
 from ropewalk.cluster.serve.shares import cpus_per_replica
+from ropewalk.scheduler.state import SchedulerSettings
 
 APP_NAME = "ropewalk"
 INGRESS_NAME = "Ingress"
@@ -70,22 +72,33 @@ def build_application(
         ],
         deployments={model.name: deployment_name(model) for model in config.models},
         app_name=APP_NAME,
+        scheduler=scheduler_settings(config),
     )
 
 
-def engine_settings(config: ClusterConfig, model: ModelConfig, store_root: Path) -> Any:
-    """What the planned engine and the connector of this model need to know."""
-    if EngineSettings is None:
+def scheduler_settings(config: ClusterConfig) -> SchedulerSettings | None:
+    """Settings of the scheduler actor, `None` when it is switched off."""
+    if not config.scheduler.enabled:
         return None
+    path = config.scheduler.state_path
+    return SchedulerSettings(state_path=str(path) if path is not None else None)
+
+
+def engine_settings(config: ClusterConfig, model: ModelConfig, store_root: Path) -> EngineSettings:
+    """What the planned engine and the connector of this model need to know."""
     return EngineSettings(
-        store_root=str(store_root),
-        store_budget_bytes=config.store.budget,
+        store_root=store_root,
+        store_budget_bytes=config.store.budget or 0,
         default_mode=model.reuse,
         carve_out=model.chunking.carve_out,
+        min_run=model.chunking.min_run,
+        chunk_mean=model.chunking.mean,
+        chunk_min=model.chunking.minimum,
+        chunk_max=model.chunking.maximum,
     )
 
 
-def engine_kwargs(model: ModelConfig, settings: Any) -> dict[str, Any]:
+def engine_kwargs(model: ModelConfig, settings: EngineSettings | None) -> dict[str, Any]:
     """vLLM's engine arguments. Both arms of a comparison get the same ones, apart from the connector."""
     arguments: dict[str, Any] = {"dtype": model.dtype, "enable_prompt_tokens_details": True}
     if model.max_model_len is not None:
@@ -109,7 +122,9 @@ def _llm_config(config: ClusterConfig, model: ModelConfig, source: str, store_ro
         "graceful_shutdown_timeout_s": 5,
     }
     if not model.plain:
-        deployment["request_router_config"] = RequestRouterConfig(request_router_class=AgentRouter)
+        deployment["request_router_config"] = RequestRouterConfig(
+            request_router_class=AgentRouter, request_router_kwargs={"scheduler": config.scheduler.enabled}
+        )
     bundle = {"CPU": float(cpus_per_replica(config, model))}
     if model.gpus_per_replica:
         bundle["GPU"] = model.gpus_per_replica
@@ -130,7 +145,7 @@ def _model_deployment(config: ClusterConfig, model: ModelConfig, llm_config: LLM
         bind_kwargs = {
             "engine_settings": engine_settings(config, model, store_root),
             "default_mode": model.reuse,
-            "scheduler": config.scheduler.enabled,
+            "scheduler": scheduler_settings(config),
         }
     return build_llm_deployment(
         llm_config,

@@ -11,29 +11,29 @@ from typing import Any
 from ray.llm._internal.common.callbacks.base import CallbackBase
 from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 
+from ropewalk.cluster.engine.planned import PlannedEngine, wrap_engine
 from ropewalk.cluster.engine.request import RequestReport
-
-try:
-    from ropewalk.cluster.engine.planned import PlannedEngine, wrap_engine
-    from ropewalk.cluster.engine.settings import EngineSettings, kv_transfer_config
-except ImportError:
-    PlannedEngine = EngineSettings = kv_transfer_config = wrap_engine = None
+from ropewalk.cluster.engine.settings import EngineSettings
 
 
 class AgentEngine(VLLMEngine):
     """Stock `VLLMEngine` whose engine client plans each request."""
 
-    def __init__(self, llm_config: Any, *, settings: Any) -> None:
+    def __init__(self, llm_config: Any, *, settings: EngineSettings) -> None:
         super().__init__(llm_config)
         self._settings = settings
         self.planned: PlannedEngine | None = None
 
     def _start_async_llm_engine(self, vllm_engine_args: Any, vllm_engine_config: Any, placement_group: Any) -> Any:
         client = super()._start_async_llm_engine(vllm_engine_args, vllm_engine_config, placement_group)
-        if wrap_engine is None:
-            return client
         self.planned = wrap_engine(client, vllm_engine_config, self._settings)
         return self.planned
+
+    async def start(self) -> None:
+        """Start the engine and probe it, so that no request waits for the probe."""
+        await super().start()
+        if self.planned is not None:
+            await self.planned.prepare()
 
     def pop_reports(self, key: str) -> list[RequestReport]:
         """What happened to the request with this key, one report a prompt."""

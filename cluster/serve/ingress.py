@@ -30,6 +30,11 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
+from ropewalk.cluster.serve.loopback import keep_on_loopback
+from ropewalk.cluster.serve.reasons import reasons_of
+from ropewalk.scheduler.actor import SchedulerClient
+from ropewalk.scheduler.state import EMPTY_SNAPSHOT, SchedulerSettings, graph_payload
+
 STATUS_DEADLINE_S = 5.0
 """How long `GET /v1/replicas` waits for one busy replica before it is shown without details."""
 
@@ -47,8 +52,18 @@ async def _unknown_model(request: Request, error: UnknownModelError) -> Response
 class AgentIngress(OpenAiIngress):
     """Routes of the endpoint. Requests go to the model's deployment unchanged; only errors are shaped here."""
 
-    def __init__(self, *, models: list[dict[str, Any]], deployments: dict[str, str], app_name: str, **kwargs: Any):
+    def __init__(
+        self,
+        *,
+        models: list[dict[str, Any]],
+        deployments: dict[str, str],
+        app_name: str,
+        scheduler: SchedulerSettings | None,
+        **kwargs: Any,
+    ) -> None:
+        keep_on_loopback()
         super().__init__(**kwargs)
+        self._scheduler = SchedulerClient(scheduler) if scheduler is not None else None
         self._models = {model["id"]: model for model in models}
         self._deployments = deployments
         self._app_name = app_name
@@ -102,12 +117,40 @@ class AgentIngress(OpenAiIngress):
 
     async def replicas(self) -> Response:
         """Models, their replicas, and what each says of itself."""
+        return JSONResponse(await self._replicas_with_details())
+
+    async def agents(self) -> Response:
+        """The graph that the scheduler has learned."""
+        if self._scheduler is None:
+            return JSONResponse({**graph_payload(EMPTY_SNAPSHOT), "reason": "scheduler-disabled"})
+        return JSONResponse(await self._scheduler.graph())
+
+    async def store(self) -> Response:
+        """What each model's replicas say of the chunk store, which all of a node share."""
+        report = await self._replicas_with_details()
+        return JSONResponse(
+            {
+                "models": [
+                    {
+                        "name": model["name"],
+                        "replicas": [
+                            {"replica": replica["replica"], "node": replica["node"], "store": replica.get("store")}
+                            for replica in model["replicas"]
+                        ],
+                    }
+                    for model in report["models"]
+                    if not model["plain"]
+                ]
+            }
+        )
+
+    async def _replicas_with_details(self) -> dict[str, Any]:
         report = await self._replicas()
         replicas = [replica for model in report["models"] for replica in model["replicas"]]
         details = await asyncio.gather(*(_ask(replica["actor"], "status") for replica in replicas))
         for replica, detail in zip(replicas, details, strict=True):
             replica.update(detail)
-        return JSONResponse(report)
+        return report
 
     async def _replicas(self) -> dict[str, Any]:
         # Reading from the controller is a blocking call of some milliseconds.
@@ -132,6 +175,7 @@ class AgentIngress(OpenAiIngress):
                     "wanted": seen.get("target_num_replicas", 0),
                     "ready": sum(replica["state"] == "RUNNING" for replica in replicas),
                     "message": seen.get("message", ""),
+                    "routing": dict(reasons_of(deployment)),
                     "replicas": replicas,
                 }
             )
@@ -159,6 +203,8 @@ ENDPOINTS = {
     "model_data": lambda app: app.get("/v1/models/{model:path}"),
     "health": lambda app: app.get("/health"),
     "replicas": lambda app: app.get("/v1/replicas"),
+    "agents": lambda app: app.get("/v1/agents"),
+    "store": lambda app: app.get("/v1/store"),
 }
 
 

@@ -24,6 +24,7 @@ import yaml
 
 from ropewalk.cluster.config import ClusterConfig, resolve_sources
 from ropewalk.cluster.serve import progress
+from ropewalk.cluster.serve.loopback import LOOPBACK_VARIABLE
 
 NAMESPACE = "ropewalk"
 """Ray namespace of everything that Ropewalk starts by name."""
@@ -100,11 +101,12 @@ class Deployment:
             # Read when Ray is imported: keeps every listener of a single-node Ray on 127.0.0.1.
             os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
             os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+            os.environ[LOOPBACK_VARIABLE] = "1"
             self._work_dir = _short_temp_dir()
             self.say(f"starting Ray on 127.0.0.1 (logs: {self._work_dir}/session_latest/logs)")
         else:
             self.say(f"connecting to Ray at {self.address}")
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # of this process; replicas get their own level
         import ray
 
         for name in ("ray", "ray.serve", "ray.data"):
@@ -154,10 +156,18 @@ class Deployment:
         from ray import serve
         from ray.serve.schema import LoggingConfig
 
-        from ropewalk.cluster.serve.application import APP_NAME, build_application, deployment_name
+        from ropewalk.cluster.serve.application import (
+            APP_NAME,
+            build_application,
+            deployment_name,
+            scheduler_settings,
+        )
+        from ropewalk.scheduler.actor import get_or_create_scheduler
 
         self._names = {model.name: deployment_name(model) for model in self.config.models}
         self._app_name = APP_NAME
+        if (settings := scheduler_settings(self.config)) is not None:
+            get_or_create_scheduler(settings)
         serve.start(
             http_options={"host": self.config.http.host, "port": self.config.http.port},
             proxy_location="HeadOnly" if self.address is None else "EveryNode",
@@ -200,8 +210,12 @@ class Deployment:
             from ray import serve
 
             if self.address is not None:
+                from ropewalk.scheduler.actor import stop_scheduler
+
                 with contextlib.suppress(Exception):
                     serve.delete(self._app_name)
+                with contextlib.suppress(Exception):
+                    stop_scheduler()
                 ray.shutdown()
             else:
                 started = psutil.Process().children(recursive=True)
@@ -221,6 +235,10 @@ class Deployment:
 def _shut_down_serve() -> None:
     from ray import serve
 
+    from ropewalk.scheduler.actor import stop_scheduler
+
+    with contextlib.suppress(Exception):
+        stop_scheduler()  # it saves what it has learned
     with contextlib.suppress(Exception):
         serve.shutdown()
 

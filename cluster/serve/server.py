@@ -7,18 +7,27 @@ import os
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+import ray
 from ray import serve
+from ray.llm._internal.serve.core.configs.openai_api_models import ErrorInfo, ErrorResponse
 from ray.llm._internal.serve.core.server.llm_server import LLMServer
-from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
-from ropewalk.cluster.engine.request import PARAMS_KEY, Mode, RequestSettings
+from ropewalk.cluster.engine.request import PARAMS_KEY, Mode, RequestReport, RequestSettings
+from ropewalk.cluster.engine.settings import EngineSettings
 from ropewalk.cluster.serve.engine import AgentEngine
 from ropewalk.cluster.serve.explain import explain_stream, explanation
+from ropewalk.cluster.serve.loopback import keep_on_loopback
+from ropewalk.cluster.serve.observer import Observer
 from ropewalk.cluster.serve.settings import RESERVED_FIELDS, RequestRefused, read_settings
+from ropewalk.scheduler.state import SchedulerSettings
 
 
 class PlainServer(LLMServer):
     """Stock vLLM as Ray Serve LLM runs it: the baseline. Nothing but Ray's usage telemetry is left out."""
+
+    async def __init__(self, llm_config: Any) -> None:
+        keep_on_loopback()
+        await super().__init__(llm_config)
 
     async def _start_engine(self) -> None:
         # Ray's own version also starts a detached telemetry actor, which costs a process that imports vLLM.
@@ -26,15 +35,26 @@ class PlainServer(LLMServer):
 
     async def status(self) -> dict[str, Any]:
         """What `GET /v1/replicas` shows of this replica."""
-        return {"replica": replica_name(), "pid": os.getpid(), "plain": True}
+        return {"pid": os.getpid()}
 
 
 class AgentServer(LLMServer):
     """Reads the `ropewalk` field and headers, gives them to the planned engine, and explains what happened."""
 
-    async def __init__(self, llm_config: Any, *, engine_settings: Any, default_mode: Mode, scheduler: bool) -> None:
+    async def __init__(
+        self,
+        llm_config: Any,
+        *,
+        engine_settings: EngineSettings,
+        default_mode: Mode,
+        scheduler: SchedulerSettings | None,
+    ) -> None:
+        keep_on_loopback()
         self._default_mode = default_mode
-        self._observer = None
+        self._observer: Observer | None = None
+        if scheduler is not None:
+            node = ray.get_runtime_context().get_node_id()
+            self._observer = Observer(llm_config.model_id, replica_name(), node, scheduler)
         await super().__init__(llm_config, engine_cls=functools.partial(AgentEngine, settings=engine_settings))
 
     async def _start_engine(self) -> None:
@@ -52,31 +72,37 @@ class AgentServer(LLMServer):
         try:
             settings = settings_of(request, raw_request_info, self._default_mode)
         except RequestRefused as refused:
-            yield create_error_response(refused.message, param=refused.param)
+            yield ErrorResponse(error=ErrorInfo(**refused.error()))
             return
         request.kv_transfer_params = {PARAMS_KEY: settings.to_params()}
+        reports: list[RequestReport] = []
+
+        def field() -> dict[str, Any]:
+            reports.extend(self.engine.pop_reports(settings.key))
+            return explanation(settings, reports)
+
         answer = await self._run_request(request, engine_method=method, raw_request_info=raw_request_info)
+        answered = False
         try:
-            if not settings.explain:
-                async for item in answer:
-                    yield item
-            elif request.stream:
-                async for event in explain_stream(answer, lambda: self._explanation(settings)):
+            if request.stream:
+                async for event in explain_stream(answer, field) if settings.explain else answer:
                     yield event
+                    answered = True
             else:
                 async for response in answer:
-                    if hasattr(response, "choices"):
-                        response.ropewalk = self._explanation(settings)
+                    answered = not isinstance(response, ErrorResponse)
+                    if answered and settings.explain:
+                        response.ropewalk = field()
                     yield response
         finally:
-            self.engine.pop_reports(settings.key)
-
-    def _explanation(self, settings: RequestSettings) -> dict[str, Any]:
-        return explanation(settings, self.engine.pop_reports(settings.key))
+            reports.extend(self.engine.pop_reports(settings.key))
+            if answered and self._observer is not None:
+                self._observer.observe(request, settings, reports)
 
     async def status(self) -> dict[str, Any]:
         """What `GET /v1/replicas` shows of this replica."""
-        return {"replica": replica_name(), "pid": os.getpid(), "plain": False, **self.engine.status()}
+        scheduler = self._observer.status() if self._observer is not None else None
+        return {"pid": os.getpid(), "scheduler": scheduler, **self.engine.status()}
 
 
 def settings_of(request: Any, raw_request_info: Any, default_mode: Mode) -> RequestSettings:

@@ -27,6 +27,10 @@ class RequestRefused(Exception):
         self.message = message
         self.param = param
 
+    def error(self) -> dict[str, Any]:
+        """The error object of OpenAI's API, as vLLM fills it."""
+        return {"message": self.message, "type": "BadRequestError", "param": self.param, "code": 400}
+
 
 class RopewalkField(BaseModel):
     """The optional `ropewalk` field of a chat or completion request."""

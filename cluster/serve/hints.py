@@ -1,0 +1,35 @@
+"""What routing and learning read from a request before it is tokenised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ropewalk.agents.identity import anchor_sketch
+from ropewalk.cluster.serve.settings import peek_session
+from ropewalk.scheduler.routing import RequestHints
+
+
+def anchor_body(request: Any) -> dict[str, Any]:
+    """The parts of a vLLM request object that may hold an anchor, as the JSON that the client sent."""
+    tools = getattr(request, "tools", None) or []
+    return {
+        "messages": getattr(request, "messages", None),
+        "prompt": getattr(request, "prompt", None),
+        "tools": [tool.model_dump() if hasattr(tool, "model_dump") else tool for tool in tools],
+    }
+
+
+def request_hints(request: Any, headers: Mapping[str, str]) -> RequestHints:
+    """Session, agent, anchor sketch and size of a vLLM request object. Reads only."""
+    body = anchor_body(request)
+    session, agent = peek_session(getattr(request, "model_extra", None), headers)
+    return RequestHints(session, agent, anchor_sketch(body), _num_chars(body))
+
+
+def _num_chars(body: Mapping[str, Any]) -> int:
+    prompt = body["prompt"]
+    if isinstance(prompt, str):
+        return len(prompt)
+    contents = (message.get("content") for message in body["messages"] or () if isinstance(message, Mapping))
+    return sum(len(content) for content in contents if isinstance(content, str))

@@ -1,0 +1,52 @@
+"""Tells the scheduler about each answered request, off the request's path."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ropewalk.agents.identity import anchor_sketch
+from ropewalk.cluster.engine.request import RequestReport, RequestSettings
+from ropewalk.cluster.serve.hints import anchor_body
+from ropewalk.scheduler.actor import SchedulerClient
+from ropewalk.scheduler.state import Observation, SchedulerSettings
+
+logger = logging.getLogger("ray.serve")
+
+
+class Observer:
+    """One per replica. `observe` never raises and never waits for the scheduler."""
+
+    def __init__(self, model: str, replica: str, node: str, settings: SchedulerSettings) -> None:
+        self._model = model
+        self._replica = replica
+        self._node = node
+        self._client = SchedulerClient(settings)
+        self._num_failures = 0
+
+    def observe(self, request: Any, settings: RequestSettings, reports: list[RequestReport]) -> None:
+        """Hand over what `request` was and what the engine reported about it."""
+        try:
+            self._client.observe(
+                Observation(
+                    session=settings.session,
+                    agent=settings.agent,
+                    sketch=anchor_sketch(anchor_body(request)),
+                    model=self._model,
+                    replica=self._replica,
+                    node=self._node,
+                    time_s=time.time(),
+                    prompt_tokens=sum(report.num_prompt_tokens for report in reports),
+                    cached_tokens=sum(report.tokens.get("exact", 0) for report in reports),
+                    reused_tokens=sum(report.tokens.get("reused", 0) for report in reports),
+                )
+            )
+        except Exception:
+            self._num_failures += 1
+            logger.exception("An observation could not be made")
+
+    def status(self) -> Mapping[str, Any]:
+        """Counts of the client, for `GET /v1/replicas`."""
+        return {**self._client.status(), "observer_failures": self._num_failures}
