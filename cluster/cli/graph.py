@@ -179,7 +179,7 @@ def to_svg(payload: Mapping[str, Any]) -> str:
     sizes = {agent: _node_size(agents[agent]) for agent in order}
     widest = max((width for width, _ in sizes.values()), default=0.0)
     # Neighbours must not touch: one node's width and a gap for arrows between them along the circle.
-    radius = max(170.0, len(order) * (widest + 60.0) / (2 * math.pi)) if len(order) > 1 else 0.0
+    radius = max(220.0, len(order) * (widest + 60.0) / (2 * math.pi)) if len(order) > 1 else 0.0
     margin_x, margin_y, head = widest / 2 + 60.0, 90.0, 56.0
     width, height = 2 * (radius + margin_x), 2 * (radius + margin_y) + head
     width = max(width, 560.0)
@@ -202,7 +202,9 @@ def to_svg(payload: Mapping[str, Any]) -> str:
         parts.append('<text class="small" x="20" y="52">No agent seen yet.</text>')
     labels = []
     for edge in edges:
-        line, label = _arrow(place[edge["source"]], place[edge["target"]], sizes[edge["target"]], edge)
+        line, label = _arrow(
+            place[edge["source"]], sizes[edge["source"]], place[edge["target"]], sizes[edge["target"]], edge
+        )
         parts.append(line)
         labels.append(label)
     for agent in order:
@@ -248,33 +250,28 @@ def _node(agent: Mapping[str, Any], at: tuple[float, float], size: tuple[float, 
 
 
 def _arrow(
-    start: tuple[float, float], end: tuple[float, float], size: tuple[float, float], edge: Mapping[str, Any]
+    start: tuple[float, float],
+    start_size: tuple[float, float],
+    end: tuple[float, float],
+    end_size: tuple[float, float],
+    edge: Mapping[str, Any],
 ) -> tuple[str, str]:
-    """A bent line, so that the two directions between two agents lie apart, and its label at the bend."""
+    """A bent line, so that the two directions between two agents lie apart, and its label near the source."""
     (x1, y1), (x2, y2) = start, end
     length = math.hypot(x2 - x1, y2 - y1) or 1.0
     bend = 0.16 * length
     bend_x, bend_y = (x1 + x2) / 2 - bend * (y2 - y1) / length, (y1 + y2) / 2 + bend * (x2 - x1) / length
-    # The tip ends at the target's outline, coming from the bend.
-    dx, dy = x2 - bend_x, y2 - bend_y
-    distance = math.hypot(dx, dy) or 1.0
-    inside = min(
-        size[0] / 2 * distance / abs(dx) if dx else math.inf, size[1] / 2 * distance / abs(dy) if dy else math.inf
-    )
-    ux, uy = dx / distance, dy / distance
-    tip_x, tip_y = x2 - ux * (inside + 2), y2 - uy * (inside + 2)
+    x1, y1 = _outline(start, start_size, (bend_x, bend_y))
+    tip_x, tip_y = _outline(end, end_size, (bend_x, bend_y))
+    distance = math.hypot(tip_x - bend_x, tip_y - bend_y) or 1.0
+    ux, uy = (tip_x - bend_x) / distance, (tip_y - bend_y) / distance
     probability = float(edge["probability"])
     weight = 0.8 + 4.2 * probability
     tip = 6.0 + weight
     back_x, back_y = tip_x - ux * tip, tip_y - uy * tip
-    points = " ".join(
-        f"{x:.1f},{y:.1f}"
-        for x, y in (
-            (tip_x, tip_y),
-            (back_x - uy * tip / 2, back_y + ux * tip / 2),
-            (back_x + uy * tip / 2, back_y - ux * tip / 2),
-        )
-    )
+    left = (back_x - uy * tip / 2, back_y + ux * tip / 2)
+    right = (back_x + uy * tip / 2, back_y - ux * tip / 2)
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in ((tip_x, tip_y), left, right))
     title = f"{_xml_safe(edge['source'])} → {_xml_safe(edge['target'])}: {probability:.2f} ({edge['count']} times)"
     opacity = 0.35 + 0.65 * probability
     line = (
@@ -282,12 +279,26 @@ def _arrow(
         f'<path class="edge" stroke-width="{weight:.1f}" d="M{x1:.1f},{y1:.1f} Q{bend_x:.1f},{bend_y:.1f} '
         f'{back_x:.1f},{back_y:.1f}"/><polygon class="tip" points="{points}"/></g>'
     )
-    # Three tenths along the curve, nearer to the source: arrows that meet at one agent keep their labels apart.
-    t = 0.3
-    label_x = (1 - t) ** 2 * x1 + 2 * t * (1 - t) * bend_x + t * t * x2
-    label_y = (1 - t) ** 2 * y1 + 2 * t * (1 - t) * bend_y + t * t * y2
+    # A third along the curve: arrows that meet at one agent keep their labels apart.
+    t = 0.35
+    label_x = (1 - t) ** 2 * x1 + 2 * t * (1 - t) * bend_x + t * t * tip_x
+    label_y = (1 - t) ** 2 * y1 + 2 * t * (1 - t) * bend_y + t * t * tip_y + 4
     label = f'<text class="label" x="{label_x:.1f}" y="{label_y:.1f}" text-anchor="middle">{probability:.2f}</text>'
     return line, label if probability >= 0.05 else ""
+
+
+def _outline(
+    center: tuple[float, float], size: tuple[float, float], towards: tuple[float, float]
+) -> tuple[float, float]:
+    """Where the line from a node's centre to a point leaves the node, two pixels outside."""
+    dx, dy = towards[0] - center[0], towards[1] - center[1]
+    distance = math.hypot(dx, dy) or 1.0
+    inside = min(
+        size[0] / 2 * distance / abs(dx) if dx else math.inf, size[1] / 2 * distance / abs(dy) if dy else math.inf
+    )
+    # Beside a point inside the node itself there is no outline to leave through.
+    share = min((inside + 2) / distance, 1.0) if math.isfinite(inside) else 0.0
+    return center[0] + dx * share, center[1] + dy * share
 
 
 def _attribute(text: str) -> str:
