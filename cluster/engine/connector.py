@@ -1,0 +1,402 @@
+"""vLLM's KV connector for Ropewalk: takes planned chunks into the paged cache, saves what was computed.
+
+The scheduler half follows each request's plan; the worker half moves rows. A request without our parameters is not
+touched. Nothing here decides what to reuse: the plan does (`ropewalk.scheduler.planner`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.v1.core.kv_cache_utils import BlockHash
+
+from ropewalk.cluster.engine.facts import engine_facts
+from ropewalk.cluster.engine.layouts import KvLayout, UnsupportedLayout, find_layout
+from ropewalk.cluster.engine.request import PARAMS_KEY
+from ropewalk.cluster.engine.settings import settings_of
+from ropewalk.cluster.store.chunk import ChunkCorrupt, ChunkHeader
+from ropewalk.cluster.store.node_store import NodeStore
+from ropewalk.kernels.keys import HEAD_LENGTH, Domain, Tokens, as_tokens, content_key
+from ropewalk.scheduler.planner import Piece, Plan, pieces
+
+if TYPE_CHECKING:
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+DOMAIN_SALT = b"ropewalk/reuse"
+
+
+@dataclass(slots=True)
+class LoadPart:
+    """Rows `[offset, offset + n)` of a chunk, `n = len(slots)`, turned by `turn`, go to `slots`."""
+
+    chunk: str
+    offset: int
+    turn: int
+    tokens: Tokens
+    slots: Tokens
+
+
+@dataclass(slots=True)
+class Load:
+    request_id: str
+    tenant: str
+    parts: list[LoadPart]
+
+
+@dataclass(slots=True)
+class SavePart:
+    header: ChunkHeader
+    slots: Tokens
+
+
+@dataclass(slots=True)
+class Save:
+    """Chunks of one request. `finished`: its blocks are held until the worker reports that they are saved."""
+
+    request_id: str
+    tenant: str
+    parts: list[SavePart]
+    finished: bool
+
+
+@dataclass
+class RopewalkMetadata(KVConnectorMetadata):
+    loads: list[Load] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+
+
+@dataclass
+class RopewalkWorkerMetadata(KVConnectorWorkerMetadata):
+    """Why loads failed, by request."""
+
+    fallbacks: dict[str, str] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> RopewalkWorkerMetadata:
+        assert isinstance(other, RopewalkWorkerMetadata)
+        return RopewalkWorkerMetadata({**self.fallbacks, **other.fallbacks})
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """What the scheduler half knows of a live request."""
+
+    request: Request
+    plan: Plan
+    tenant: str
+    is_stage: bool
+    num_local: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    fallbacks: list[str] = field(default_factory=list)
+
+
+class RopewalkConnector(KVConnectorBase_V1):
+    """See the module's docstring. One instance schedules, one instance per rank moves rows."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._settings = settings_of(vllm_config)
+        self._facts = engine_facts(vllm_config)
+        self._refused = self._facts.refused
+        self._budget = self._settings.budget()
+        self._block_size: int = vllm_config.cache_config.block_size
+        self._stores: dict[str, NodeStore] = {}
+        if len(kv_cache_config.kv_cache_groups) != 1 and self._refused is None:
+            self._refused = "layers have KV caches of several kinds"
+        if self._refused:
+            logger.warning("Ropewalk stores and reuses no KV of this model: %s", self._refused)
+        # Scheduler half
+        self._tracked: dict[str, _Tracked] = {}
+        self._loads: list[Load] = []
+        self._saves: list[Save] = []
+        # Worker half
+        self._layout: KvLayout | None = None
+        self._rank = 0
+        self._failed_blocks: set[int] = set()
+        self._fallbacks: dict[str, str] = {}
+        self._saved: set[str] = set()
+
+    # Scheduler half
+
+    def on_new_request(self, request: Request) -> None:
+        """Follow a request that carries a plan, and give reuse-domain blocks hashes of their own."""
+        params = (request.kv_transfer_params or {}).get(PARAMS_KEY)
+        if not params or "plan" not in params or self._refused:
+            return
+        plan = Plan.from_params(params["plan"])
+        tracked = _Tracked(request, plan, params["tenant"], bool(params["is_stage"]))
+        self._tracked[request.request_id] = tracked
+        if plan.first_inexact is not None and plan.first_inexact < request.num_prompt_tokens:
+            enter_reuse_domain(request, plan.first_inexact, self._block_size)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        """Return how far the plan's chunks reach beyond the local hit, the last token left to compute."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or request.skip_reading_prefix_cache:
+            return 0, False
+        store = self._store(tracked.tenant)
+        end = num_computed_tokens
+        for segment in tracked.plan.segments:
+            if segment.end <= end or segment.start >= request.num_prompt_tokens - 1:
+                continue
+            if not store.contains(segment.chunk):
+                reason = "chunk_missing" if end < segment.end else None
+                if reason and reason not in tracked.fallbacks:
+                    tracked.fallbacks.append(reason)
+                break
+            end = segment.end
+        end = min(end, request.num_prompt_tokens - 1)
+        tracked.num_local = num_computed_tokens
+        return max(end - num_computed_tokens, 0), False
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Turn the planned range into slots of the blocks that it got."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            return
+        tracked.block_ids = list(blocks.get_block_ids()[0])
+        if num_external_tokens == 0:
+            return
+        start, stop = tracked.num_local, tracked.num_local + num_external_tokens
+        tokens = as_tokens(request.prompt_token_ids)
+        parts = []
+        for segment in tracked.plan.segments:
+            first, last = max(segment.start, start), min(segment.end, stop)
+            if first < last:
+                parts.append(
+                    LoadPart(
+                        segment.chunk,
+                        segment.offset + first - segment.start,
+                        segment.turn,
+                        tokens[first:last],
+                        self._slots(tracked.block_ids, first, last),
+                    )
+                )
+        self._loads.append(Load(request.request_id, tracked.tenant, parts))
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> RopewalkMetadata:
+        """Hand the worker this step's loads and saves."""
+        state = scheduler_output.kv_connector_block_state
+        for request_id, block_ids in (state.block_ids if state is not None else {}).items():
+            if request_id in self._tracked:
+                self._tracked[request_id].block_ids = list(block_ids[0])
+        computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+        cached = scheduler_output.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for request_id, num_computed in computed.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is None or not tracked.is_stage:
+                continue
+            # A stage's rows are saved in the step that completes it: its answer must not overtake them.
+            num_prompt = tracked.request.num_prompt_tokens
+            if num_computed < num_prompt <= num_computed + scheduler_output.num_scheduled_tokens[request_id]:
+                self._queue_save(tracked, num_prompt, tracked.block_ids, finished=False)
+        metadata = RopewalkMetadata(self._loads, self._saves)
+        self._loads, self._saves = [], []
+        return metadata
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Note which loads failed, for the request's report."""
+        metadata = connector_output.kv_connector_worker_meta
+        if isinstance(metadata, RopewalkWorkerMetadata):
+            for request_id, reason in metadata.fallbacks.items():
+                if request_id in self._tracked:
+                    self._tracked[request_id].fallbacks.append(reason)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Queue what the request computed for saving; its blocks are held until that is done."""
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is None:
+            return False, None
+        # The last sampled token has not been fed back, so it has no KV yet.
+        num_tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1)
+        num_tokens = min(num_tokens, len(block_ids) * self._block_size)
+        saving = not tracked.is_stage and self._queue_save(tracked, num_tokens, block_ids, finished=True)
+        return saving, {PARAMS_KEY: {"fallbacks": tracked.fallbacks}}
+
+    def _queue_save(self, tracked: _Tracked, num_tokens: int, block_ids: list[int], *, finished: bool) -> bool:
+        if not self._settings.save or num_tokens <= 0:
+            return False
+        tokens = as_tokens(tracked.request.all_token_ids[:num_tokens])
+        # A run that was not reached (the request was aborted, a chunk was missing) would leave false edges: only what
+        # lies inside the computed range counts.
+        runs = [(start, min(end, num_tokens)) for start, end in tracked.plan.runs if start < num_tokens]
+        parts = [
+            SavePart(self._header(tracked.tenant, piece, tokens), self._slots(block_ids, piece.start, piece.end))
+            for piece in pieces(tokens, tracked.tenant, self._settings.planner().chunks, runs)
+            if not self._is_stored(tracked.tenant, piece, tokens, must=tracked.is_stage)
+        ]
+        if not parts:
+            return False
+        self._saves.append(Save(tracked.request.request_id, tracked.tenant, parts, finished))
+        return True
+
+    def _header(self, tenant: str, piece: Piece, tokens: Tokens) -> ChunkHeader:
+        part = tokens[piece.start : piece.end]
+        content = content_key(tenant, part)
+        return ChunkHeader(piece.chain, piece.parent, content, tenant, piece.domain, piece.start, part)
+
+    def _is_stored(self, tenant: str, piece: Piece, tokens: Tokens, *, must: bool) -> bool:
+        """Tell whether saving a piece adds nothing. A stage's piece `must` be there under its own name."""
+        store = self._store(tenant)
+        if store.contains(piece.chain):
+            return True
+        if must:
+            return False
+        if piece.end - piece.start < HEAD_LENGTH:
+            return True  # no look-up would ever find it
+        if piece.domain == Domain.EXACT:
+            return False
+        return bool(store.by_content(content_key(tenant, tokens[piece.start : piece.end])))
+
+    def _slots(self, block_ids: list[int], start: int, end: int) -> Tokens:
+        """Return the slots of positions `[start, end)`: `block * B + offset`, int64."""
+        positions = np.arange(start, end)
+        blocks = np.asarray(block_ids, dtype=np.int64)[positions // self._block_size]
+        return blocks * self._block_size + positions % self._block_size
+
+    # Worker half
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Find out the caches' layout. An unknown one switches storing and reusing off, with the reason in the log."""
+        self._rank = get_tensor_model_parallel_rank()
+        if self._refused:
+            return
+        layers = self._vllm_config.compilation_config.static_forward_context
+        try:
+            self._layout = find_layout(kv_caches, layers, self._block_size, self._facts.rotary, self._facts.is_mla)
+        except UnsupportedLayout as error:
+            logger.warning("Ropewalk stores and reuses no KV of this model: %s", error)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Take the planned chunks into the paged cache; what cannot be taken is reported and recomputed."""
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, RopewalkMetadata)
+        for load in metadata.loads:
+            for index, part in enumerate(load.parts):
+                try:
+                    self._load(load.tenant, part)
+                except (FileNotFoundError, ChunkCorrupt, _TokensDiffer, UnsupportedLayout) as error:
+                    self._fallbacks[load.request_id] = _reason(error)
+                    rest = np.concatenate([later.slots for later in load.parts[index:]])
+                    self._failed_blocks.update((rest // self._block_size).tolist())
+                    logger.warning("Recomputing KV of request %s: %s", load.request_id, error)
+                    break
+
+    def _load(self, tenant: str, part: LoadPart) -> None:
+        if self._layout is None:
+            raise UnsupportedLayout("the KV cache layout is not known")
+        header, rows = self._store(tenant).read(part.chunk)
+        end = part.offset + len(part.tokens)
+        # A key is only a candidate: the token ids decide.
+        if not np.array_equal(header.tokens[part.offset : end], part.tokens):
+            raise _TokensDiffer(f"chunk {part.chunk} holds other tokens")
+        turn = part.turn if self._settings.rotate else 0
+        self._layout.scatter(torch.from_numpy(part.slots), rows[:, part.offset : end], turn)
+
+    def wait_for_save(self) -> None:
+        """Save finished stages: their answers leave the engine after this step."""
+        self._run_saves(finished=False)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Save finished requests, and tell which blocks are no longer needed."""
+        self._run_saves(finished=False)  # a step without a forward pass does not call `wait_for_save`
+        self._run_saves(finished=True)
+        saved, self._saved = self._saved, set()
+        return saved or None, None
+
+    def _run_saves(self, *, finished: bool) -> None:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, RopewalkMetadata)
+        for save in metadata.saves:
+            if save.finished != finished:
+                continue
+            store = self._store(save.tenant)
+            missing = [part for part in save.parts if not store.contains(part.header.chain)]
+            if self._layout is not None and missing:
+                rows = self._layout.gather(torch.from_numpy(np.concatenate([part.slots for part in missing])))
+                start = 0
+                for part in missing:
+                    end = start + len(part.slots)
+                    store.put(part.header, rows[:, start:end])
+                    start = end
+            if finished:
+                self._saved.add(save.request_id)
+        metadata.saves = [save for save in metadata.saves if save.finished != finished]
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def build_connector_worker_meta(self) -> RopewalkWorkerMetadata | None:
+        fallbacks, self._fallbacks = self._fallbacks, {}
+        return RopewalkWorkerMetadata(fallbacks) if fallbacks else None
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: loads are done before the forward pass."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing to do: rows of all layers are saved together, after the forward pass."""
+
+    # Both
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A lost save is a cache miss later on, no more: a preempted request may finish."""
+        return False
+
+    def _store(self, tenant: str) -> NodeStore:
+        if tenant not in self._stores:
+            self._stores[tenant] = NodeStore(
+                self._settings.store_root, f"{self._facts.fingerprint}-r{self._rank}", tenant, self._budget
+            )
+        return self._stores[tenant]
+
+
+class _TokensDiffer(Exception):
+    """A chunk's token ids are not those of the prompt: a key collided, or a file lies under a wrong name."""
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "chunk_missing"
+    if isinstance(error, ChunkCorrupt):
+        return "chunk_corrupt"
+    if isinstance(error, _TokensDiffer):
+        return "tokens_differ"
+    return "layout_unknown"
+
+
+def enter_reuse_domain(request: Request, first_inexact: int, block_size: int) -> None:
+    """Rewrite a request's block hashes from the block that holds `first_inexact` on.
+
+    Blocks before it stay shared with exact requests. The salted hash becomes the parent of all later ones, those of
+    generated tokens included, so no exact request can find them. A prompt whose full blocks all end before
+    `first_inexact` gives up its last one: a hash added later would otherwise chain from an exact parent.
+    """
+    hashes = request.block_hashes
+    index = min(first_inexact // block_size, len(hashes) - 1)
+    if index < 0:
+        raise AssertionError(f"a prompt of {request.num_prompt_tokens} tokens has no block to salt")
+    salted = hashlib.sha256(DOMAIN_SALT + hashes[index]).digest()
+    del hashes[index:]
+    hashes.append(BlockHash(salted))
+    request.update_block_hashes()

@@ -1,0 +1,304 @@
+"""`PlannedEngine`: vLLM's engine client with a plan made before each request.
+
+It sits below the OpenAI serving layer, so prompts are token ids already and chat templates, tools and streaming stay
+vLLM's. For each request it looks into the node's store, runs the plan's stages, then the request itself, and reports
+what was computed and what was not, by vLLM's own accounting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import time
+import uuid
+from collections import Counter, OrderedDict
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import torch
+from vllm.engine.protocol import EngineClient
+from vllm.inputs import tokens_input
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from ropewalk.cluster.engine.facts import EngineFacts, engine_facts
+from ropewalk.cluster.engine.probe import PROBE_LENGTH, TOLERANCE, turn_error
+from ropewalk.cluster.engine.request import PARAMS_KEY, PlannedRange, RequestReport, RequestSettings
+from ropewalk.cluster.engine.settings import EngineSettings
+from ropewalk.cluster.store.chunk import ChunkCorrupt
+from ropewalk.cluster.store.node_store import NodeStore
+from ropewalk.kernels.keys import Tokens, as_tokens
+from ropewalk.scheduler.planner import Plan, make_plan
+
+logger = logging.getLogger(__name__)
+
+MAX_REPORTS = 4096
+"""Reports kept for requests whose HTTP side never asks for them."""
+
+
+class PlannedEngine:
+    """An `EngineClient` that plans. Everything but `generate` is the wrapped client's."""
+
+    def __init__(self, client: EngineClient, vllm_config: Any, settings: EngineSettings) -> None:
+        self._client = client
+        self._settings = settings
+        self._planner = settings.planner()
+        self._facts: EngineFacts = engine_facts(vllm_config)
+        self._block_size: int = vllm_config.cache_config.block_size
+        self._vocabulary: int = vllm_config.model_config.get_vocab_size()
+        self._max_model_len: int = vllm_config.model_config.max_model_len
+        self._budget = settings.budget()
+        self._stores: dict[str, NodeStore] = {}
+        self._reports: OrderedDict[str, list[RequestReport]] = OrderedDict()
+        self._counters: Counter[str] = Counter()
+        self._prepared = asyncio.Lock()
+        self._probed = False
+        self._turn_error: float | None = None
+        self._reuse_refused = self._facts.reuse_refused
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    # What the serving layer asks
+
+    def pop_reports(self, key: str) -> list[RequestReport]:
+        """Return, once, the reports of the request whose settings carry `key`, one per prompt."""
+        return self._reports.pop(key, [])
+
+    def status(self) -> dict[str, Any]:
+        """Return what this engine does and has done, JSON-able."""
+        usage = self._store("default").usage()
+        return {
+            "fingerprint": self._facts.fingerprint,
+            "refused": self._facts.refused,
+            "reuse_refused": self._reuse_refused,
+            "turn_error": self._turn_error,
+            "default_mode": self._settings.default_mode,
+            "block_size": self._block_size,
+            "counters": dict(self._counters),
+            "store": {
+                "root": str(self._settings.store_root),
+                "budget_bytes": self._budget,
+                "num_chunks": usage.num_chunks,
+                "num_bytes": usage.num_bytes,
+            },
+        }
+
+    async def prepare(self) -> None:
+        """Run the turn probe, once. Reuse is refused, with the reason in `status`, when the keys do not turn right."""
+        async with self._prepared:
+            if self._probed:
+                return
+            self._probed = True
+            if self._facts.refused is not None:
+                self._reuse_refused = self._facts.refused
+            elif self._reuse_refused is None:
+                self._reuse_refused = await self._probe()
+            if self._reuse_refused is not None:
+                logger.warning("Position-independent reuse is off: %s", self._reuse_refused)
+
+    # The request path
+
+    async def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Generate as the wrapped client does, by plan where one can be made. Arguments are `EngineClient.generate`'s."""
+        if not self._probed:
+            await self.prepare()
+        settings = self._take_settings(sampling_params)
+        tokens, reason = self._plannable(prompt, sampling_params, kwargs)
+        report = RequestReport(mode=settings.mode)
+        if tokens is None:
+            report.fallbacks.append(reason)
+            params = _without_params(sampling_params)
+            async for output in self._client.generate(prompt, params, request_id, **kwargs):
+                if output.finished:
+                    self._finish(report, settings, output, Plan(len(output.prompt_token_ids or ()), 0, (), (), ()), 0)
+                yield output
+            return
+
+        if settings.tenant != "default":
+            # vLLM's own prefix cache must not be shared between tenants either.
+            prompt = {**prompt, "cache_salt": settings.tenant}
+        plan = self._plan(tokens, settings, report)
+        num_computed_by_stages = 0
+        for number, length in enumerate(plan.stages):
+            num_computed_by_stages += await self._run_stage(prompt, length, plan, settings, request_id, number, kwargs)
+        params = _with_params(sampling_params, plan, settings, is_stage=False)
+        async for output in self._client.generate(prompt, params, request_id, **kwargs):
+            # What a stage computed for this request is no cache hit.
+            output.num_cached_tokens = max((output.num_cached_tokens or 0) - num_computed_by_stages, 0)
+            if output.finished:
+                returned = (output.kv_transfer_params or {}).get(PARAMS_KEY) or {}
+                report.fallbacks.extend(returned.get("fallbacks", ()))
+                self._finish(report, settings, output, plan, num_computed_by_stages)
+            output.kv_transfer_params = None  # internal: not for clients
+            yield output
+
+    def _plan(self, tokens: Tokens, settings: RequestSettings, report: RequestReport) -> Plan:
+        reuse = settings.mode == "reuse"
+        if reuse and self._reuse_refused is not None:
+            report.fallbacks.append("reuse_refused")
+            reuse = False
+        store = self._store(settings.tenant)
+        try:
+            plan = make_plan(tokens, settings.tenant, store, self._planner, reuse=reuse)
+            inexact = [n for n in (*plan.stages, plan.num_tokens) if (plan.first_inexact or n) < n]
+            if inexact and min(inexact) < self._block_size:
+                # No full block could carry the reuse domain's hash.
+                report.fallbacks.append("shorter_than_a_block")
+                plan = make_plan(tokens, settings.tenant, store, self._planner, reuse=False)
+        except OSError as error:
+            logger.warning("Planning without the store: %s", error)
+            report.fallbacks.append("store_unreadable")
+            plan = Plan(len(tokens), 0, (), (), ())
+        return plan
+
+    async def _run_stage(
+        self,
+        prompt: Any,
+        length: int,
+        plan: Plan,
+        settings: RequestSettings,
+        request_id: str,
+        number: int,
+        kwargs: dict[str, Any],
+    ) -> int:
+        """Compute the gap that ends at `length`; return how many tokens were really prefilled."""
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        params = _with_params(params, plan, settings, is_stage=True)
+        stage_prompt = tokens_input(prompt["prompt_token_ids"][:length], cache_salt=prompt.get("cache_salt"))
+        passed = {name: kwargs[name] for name in ("priority", "data_parallel_rank") if name in kwargs}
+        computed = length
+        async for output in self._client.generate(stage_prompt, params, f"{request_id}-stage-{number}", **passed):
+            computed = length - (output.num_cached_tokens or 0)
+        return computed
+
+    def _finish(
+        self, report: RequestReport, settings: RequestSettings, output: RequestOutput, plan: Plan, by_stages: int
+    ) -> None:
+        num_tokens = len(output.prompt_token_ids or ())
+        cached = output.num_cached_tokens or 0
+        report.num_prompt_tokens = num_tokens
+        report.num_cached_tokens = cached
+        report.num_stages = len(plan.stages)
+        reused = min(plan.num_reused, cached)
+        report.tokens = {"computed": num_tokens - cached, "exact": cached - reused, "reused": reused, "spliced": 0}
+        report.plan = describe(plan)
+        for kind, count in report.tokens.items():
+            self._counters[f"tokens_{kind}"] += count
+        self._counters["requests"] += 1
+        self._counters["stages"] += len(plan.stages)
+        for reason in report.fallbacks:
+            self._counters[f"fallback_{reason}"] += 1
+        self._reports.setdefault(settings.key, []).append(report)
+        if len(self._reports) > MAX_REPORTS:
+            self._reports.popitem(last=False)
+
+    def _take_settings(self, sampling_params: SamplingParams) -> RequestSettings:
+        params = ((sampling_params.extra_args or {}).get("kv_transfer_params") or {}).get(PARAMS_KEY)
+        return RequestSettings.from_params(params) if params else RequestSettings(mode=self._settings.default_mode)
+
+    def _plannable(self, prompt: Any, params: SamplingParams, kwargs: dict[str, Any]) -> tuple[Tokens | None, str]:
+        """Return the prompt's token ids, or None and the reason why there can be no plan."""
+        if self._facts.refused is not None:
+            return None, "model_refused"
+        if not isinstance(prompt, dict) or prompt.get("type", "token") != "token" or "prompt_token_ids" not in prompt:
+            return None, "not_token_ids"
+        if prompt.get("multi_modal_data") or prompt.get("prompt_embeds") is not None:
+            return None, "not_token_ids"
+        if kwargs.get("lora_request") is not None:
+            return None, "lora"
+        if prompt.get("cache_salt"):
+            return None, "cache_salt"
+        if params.prompt_logprobs is not None or params.skip_reading_prefix_cache:
+            return None, "needs_every_prompt_token"
+        if not prompt["prompt_token_ids"] or len(prompt["prompt_token_ids"]) >= self._max_model_len:
+            return None, "length"  # vLLM answers with its own error
+        return as_tokens(prompt["prompt_token_ids"]), ""
+
+    def _store(self, tenant: str) -> NodeStore:
+        if tenant not in self._stores:
+            # Chunks carry the rank; plans are made from rank 0's.
+            self._stores[tenant] = NodeStore(
+                self._settings.store_root, f"{self._facts.fingerprint}-r0", tenant, self._budget
+            )
+        return self._stores[tenant]
+
+    async def _probe(self) -> str | None:
+        """Prefill one repeated token and compare turned with computed keys. Return why reuse must be refused, or None."""
+        assert self._facts.rotary is not None
+        # A tenant of its own: the probe must find nothing, and leave nothing.
+        settings = RequestSettings(tenant=f"probe-{uuid.uuid4().hex}")
+        length = min(PROBE_LENGTH, self._max_model_len - 2)
+        prompt = tokens_input([self._vocabulary // 2] * length, cache_salt=settings.tenant)
+        plan = Plan(length, 0, (), (), ())
+        store = NodeStore(self._settings.store_root, f"{self._facts.fingerprint}-r0", settings.tenant, self._budget)
+        start = time.perf_counter()
+        try:
+            await self._run_stage(prompt, length, plan, settings, settings.tenant, 0, {})
+            whole = make_plan(
+                as_tokens([*prompt["prompt_token_ids"], 0]), settings.tenant, store, self._planner, reuse=False
+            )
+            parts = [store.read(segment.chunk)[1][:1] for segment in whole.segments if segment.start < length]
+        except (FileNotFoundError, ChunkCorrupt) as error:
+            return f"the turn probe's KV could not be read back ({error})"
+        finally:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(store.base)
+        rows = torch.cat(parts, dim=1) if parts else torch.empty(1, 0, 1, 1)
+        if rows.shape[1] < length:
+            return "the engine saved no KV of the turn probe (its log says why)"
+        self._turn_error = turn_error(rows, self._facts.rotary, self._facts.is_mla)
+        tolerance = TOLERANCE.get(rows.dtype, 0.0)
+        logger.info("Turn probe: relative error %.2e, %.0f ms", self._turn_error, 1e3 * (time.perf_counter() - start))
+        if not self._turn_error <= tolerance:
+            return (
+                f"the turn probe failed: turned keys differ from computed ones by {self._turn_error:.3g} "
+                f"(relative L2; at most {tolerance:g} in {rows.dtype})"
+            )
+        return None
+
+
+EngineClient.register(PlannedEngine)
+
+
+def wrap_engine(client: EngineClient, vllm_config: Any, settings: EngineSettings) -> PlannedEngine:
+    """Return `client` with planning. Await `prepare` before the first request to keep the probe off its path."""
+    return PlannedEngine(client, vllm_config, settings)
+
+
+def describe(plan: Plan) -> list[PlannedRange]:
+    """Return the plan as ranges of the prompt, ascending, for a reader."""
+    ranges = [PlannedRange(start, end, "compute") for start, end in plan.gaps()]
+    for segment in plan.segments:
+        if segment.reused:
+            ranges.append(PlannedRange(segment.start, segment.end, "reuse", segment.chunk, segment.turn))
+        elif segment.end <= plan.exact_end:  # the others hold what stages compute
+            ranges.append(PlannedRange(segment.start, segment.end, "exact", segment.chunk))
+    return sorted(ranges, key=lambda planned: planned.start)
+
+
+def _with_params(
+    sampling_params: SamplingParams, plan: Plan, settings: RequestSettings, *, is_stage: bool
+) -> SamplingParams:
+    params = {"plan": plan.to_params(), "tenant": settings.tenant, "is_stage": is_stage}
+    return _set_params(sampling_params, {PARAMS_KEY: params})
+
+
+def _without_params(sampling_params: SamplingParams) -> SamplingParams:
+    return _set_params(sampling_params, None)
+
+
+def _set_params(sampling_params: SamplingParams, params: dict[str, Any] | None) -> SamplingParams:
+    copy = sampling_params.clone()
+    extra = dict(copy.extra_args or {})
+    extra.pop("kv_transfer_params", None)
+    if params is not None:
+        extra["kv_transfer_params"] = params
+    copy.extra_args = extra or None
+    return copy

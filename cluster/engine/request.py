@@ -1,0 +1,74 @@
+"""What travels with one request: the settings that the HTTP layer gives the engine, and the report that comes back."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+PARAMS_KEY = "ropewalk"
+"""The one name that Ropewalk uses inside vLLM's `kv_transfer_params`."""
+
+Mode = Literal["exact", "reuse"]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSettings:
+    """How one request wants its KV to be found.
+
+    `key` names the request between the HTTP layer and the engine and is never shown to a client. `mode` is `exact`
+    (only KV that equals what a prefill would compute) or `reuse` (position-independent chunks are welcome too). KV is
+    never shared between tenants.
+    """
+
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)
+    mode: Mode = "exact"
+    session: str | None = None
+    agent: str | None = None
+    tenant: str = "default"
+    explain: bool = False
+
+    def to_params(self) -> dict[str, Any]:
+        """The value of `kv_transfer_params["ropewalk"]`."""
+        return asdict(self)
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any]) -> RequestSettings:
+        """The inverse of `to_params`. Raises `ValueError` on an unknown mode and `TypeError` on unknown fields."""
+        settings = cls(**params)
+        if settings.mode not in ("exact", "reuse"):
+            raise ValueError(f"mode must be 'exact' or 'reuse', not {settings.mode!r}")
+        return settings
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRange:
+    """One range of the prompt as planned: computed, or taken from a chunk and turned by `turn` positions."""
+
+    start: int
+    end: int
+    source: Literal["compute", "exact", "reuse"]
+    chunk: str | None = None
+    turn: int = 0
+
+
+@dataclass(slots=True)
+class RequestReport:
+    """What happened to one prompt. `tokens` counts prompt tokens, and its four values sum to `num_prompt_tokens`.
+
+    `computed` were prefilled, `exact` came from a cache that equals a prefill, `reused` came from position-independent
+    chunks, `spliced` from a splice. Counts follow vLLM's own accounting (`num_cached_tokens` of the answer).
+    """
+
+    mode: Mode
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_stages: int = 0
+    tokens: dict[str, int] = field(default_factory=lambda: {"computed": 0, "exact": 0, "reused": 0, "spliced": 0})
+    plan: list[PlannedRange] = field(default_factory=list)
+    fallbacks: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form, as shown to a client that asked for `explain`."""
+        return asdict(self)

@@ -1,0 +1,272 @@
+"""The chunks of one node: content-addressed files that every replica of a model maps.
+
+    <root>/<model fingerprint>/<tenant>/objects/<aa>/<chain key>     the chunk
+                                       /content/<content key>/<chain key>   empty: chunks with this content
+                                       /heads/<head key>/<chain key>        empty: chunks that begin like this
+                                       /quarantine/<chain key>       chunks that failed verification
+
+The file system is the index, so replicas share chunks without a call between them. A marker whose chunk is gone is a
+miss. Everything here tolerates files that vanish at any moment, the whole root included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+
+from ropewalk.cluster.store.chunk import ChunkCorrupt, ChunkHeader, read_chunk, read_header, write_chunk
+from ropewalk.kernels.keys import HEAD_LENGTH, Domain, head_key
+
+MAX_VERSIONS = 4
+"""Chunks kept for one content (computed behind different left contexts); the least recently used goes first."""
+
+MAX_HEADS = 16
+"""Chunks listed under one head. Chat templates make many chunks begin alike; a longer list would slow every look-up."""
+
+HEADER_CACHE = 65536
+"""Headers remembered in the process. Chunks never change, so a remembered header stays true while its file exists."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUsage:
+    """What a root holds, over all models and tenants."""
+
+    num_chunks: int
+    num_bytes: int
+
+
+class NodeStore:
+    """Chunks of one model and tenant under a root that several models, tenants and processes share.
+
+    `budget_bytes` bounds the whole root: `put` evicts the least recently used chunks of anybody when it is exceeded.
+    `counters` counts what happened in this process, by name.
+    """
+
+    def __init__(self, root: Path, fingerprint: str, tenant: str, budget_bytes: int) -> None:
+        if budget_bytes <= 0:
+            raise ValueError(f"store budget must be positive, not {budget_bytes!r}")
+        self.root = root
+        self.tenant = tenant
+        self.budget_bytes = budget_bytes
+        self.counters: Counter[str] = Counter()
+        # The tenant's name comes from outside: only its hash becomes part of a path.
+        self.base = root / fingerprint / xxhash.xxh3_64_hexdigest(tenant.encode())
+        self._headers: OrderedDict[str, ChunkHeader] = OrderedDict()
+        self._written_since_scan = budget_bytes  # so that the first put takes stock
+
+    # Look-ups
+
+    def contains(self, chain: str) -> bool:
+        """Tell whether the chunk's file is there."""
+        return self._object(chain).exists()
+
+    def by_chain(self, chain: str) -> ChunkHeader | None:
+        """Return the header of the chunk of this name, or None."""
+        path = self._object(chain)
+        header = self._headers.get(chain)
+        if header is not None:
+            if path.exists():
+                self._headers.move_to_end(chain)
+                return header
+            del self._headers[chain]
+            return None
+        try:
+            header = read_header(path)
+        except FileNotFoundError:
+            return None
+        except ChunkCorrupt:
+            self.quarantine(chain)
+            return None
+        if header.chain != chain or header.tenant != self.tenant:
+            self.quarantine(chain)
+            return None
+        self._headers[chain] = header
+        if len(self._headers) > HEADER_CACHE:
+            self._headers.popitem(last=False)
+        return header
+
+    def by_content(self, content: str) -> list[ChunkHeader]:
+        """Return the chunks listed under a content key, most recently stored first."""
+        return self._listed(self.base / "content" / content)
+
+    def by_head(self, head: str) -> list[ChunkHeader]:
+        """Return the chunks listed under a head key, most recently stored first."""
+        return self._listed(self.base / "heads" / head)
+
+    def read(self, chain: str) -> tuple[ChunkHeader, torch.Tensor]:
+        """Read, verify and mark as used: header and rows `[L, n, ...]`, mapped, not to be written to.
+
+        Raises `FileNotFoundError` when it is gone and `ChunkCorrupt` when it was damaged (it is quarantined then).
+        """
+        path = self._object(chain)
+        try:
+            header, rows = read_chunk(path)
+            if header.chain != chain or header.tenant != self.tenant:
+                raise ChunkCorrupt(f"{chain}: the file holds chunk {header.chain}")
+        except ChunkCorrupt:
+            self.quarantine(chain)
+            raise
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        self.counters["reads"] += 1
+        return header, rows
+
+    # Changes
+
+    def put(self, header: ChunkHeader, rows: torch.Tensor) -> bool:
+        """Store a chunk, unless it is there already. `rows` is `[L, n, ...]`.
+
+        Returns False, and counts the reason, when there is no room or the file system refuses.
+        """
+        assert header.tenant == self.tenant, (header.tenant, self.tenant)
+        if self.contains(header.chain):
+            self.counters["put_present"] += 1
+            return True
+        size = rows.numel() * rows.element_size()
+        if not self._make_room(size):
+            self.counters["put_over_budget"] += 1
+            return False
+        try:
+            self._written_since_scan += write_chunk(self._object(header.chain), header, rows)
+            self._mark(self.base / "content" / header.content, header.chain, MAX_VERSIONS, drop_chunks=True)
+            if len(header) >= HEAD_LENGTH:
+                folder = self.base / "heads" / head_key(self.tenant, header.tokens)
+                self._mark(folder, header.chain, MAX_HEADS, drop_chunks=False)
+                self._drop_superseded(header, folder)
+        except OSError:
+            self.counters["put_failed"] += 1
+            return False
+        self.counters["puts"] += 1
+        return True
+
+    def quarantine(self, chain: str) -> None:
+        """Take a damaged chunk out of service; its file is kept aside for inspection until its space is needed."""
+        self._headers.pop(chain, None)
+        target = self.base / "quarantine" / chain
+        with contextlib.suppress(OSError):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self._object(chain).rename(target)
+        self.counters["quarantined"] += 1
+
+    def evict(self, target_bytes: int) -> int:
+        """Remove quarantined, then least recently used chunks until the root holds at most `target_bytes`.
+
+        Returns the bytes that are left. Only one process evicts at a time: another's call returns at once.
+        """
+        with contextlib.suppress(OSError), self._eviction_lock() as locked:
+            entries = sorted(self._scan(), key=lambda entry: (entry[0].parent.name != "quarantine", entry[1]))
+            used = sum(size for _, _, size in entries)
+            for path, _, size in entries if locked else ():
+                if used <= target_bytes:
+                    break
+                path.unlink(missing_ok=True)
+                used -= size
+                self.counters["evicted"] += 1
+            return used
+        return 0
+
+    # Reports
+
+    def usage(self) -> StoreUsage:
+        """Count the chunks and bytes under the root (all models and tenants)."""
+        sizes = [size for _, _, size in self._scan()]
+        return StoreUsage(len(sizes), sum(sizes))
+
+    def check_integrity(self) -> list[str]:
+        """Verify every chunk of this model and tenant and its markers; return what is wrong, a line each."""
+        wrong = []
+        for path in self.base.glob("objects/*/*"):
+            try:
+                header, _ = read_chunk(path)
+            except (ChunkCorrupt, FileNotFoundError) as error:
+                wrong.append(str(error))
+                continue
+            if header.chain != path.name:
+                wrong.append(f"{path.name}: holds chunk {header.chain}")
+        for marker in [*self.base.glob("content/*/*"), *self.base.glob("heads/*/*")]:
+            if not marker.name.startswith(".") and not self.contains(marker.name):
+                wrong.append(f"{marker.parent.parent.name}: marker without chunk {marker.name}")
+        return wrong
+
+    # Internals
+
+    def _object(self, chain: str) -> Path:
+        return self.base / "objects" / chain[:2] / chain
+
+    def _listed(self, folder: Path) -> list[ChunkHeader]:
+        headers = []
+        for name in _by_age(folder):
+            header = self.by_chain(name)
+            if header is None:
+                (folder / name).unlink(missing_ok=True)
+            else:
+                headers.append(header)
+        return headers
+
+    def _mark(self, folder: Path, chain: str, limit: int, *, drop_chunks: bool) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / chain).touch()
+        for name in _by_age(folder)[limit:]:
+            (folder / name).unlink(missing_ok=True)
+            if drop_chunks:
+                self._object(name).unlink(missing_ok=True)
+                self.counters["versions_dropped"] += 1
+
+    def _drop_superseded(self, header: ChunkHeader, heads: Path) -> None:
+        """Remove shorter chunks of the same place: a growing history stores its last chunk again and again."""
+        for other in self._listed(heads):
+            same_place = other.parent == header.parent and other.domain == header.domain and len(other) < len(header)
+            if same_place and (header.tokens[: len(other)] == other.tokens).all():
+                self._object(other.chain).unlink(missing_ok=True)
+                (heads / other.chain).unlink(missing_ok=True)
+                (self.base / "content" / other.content / other.chain).unlink(missing_ok=True)
+
+    def _make_room(self, size: int) -> bool:
+        if size > self.budget_bytes // 2:
+            return False
+        # Taking stock walks the whole root, so it is done once per twentieth of the budget written.
+        slack = self.budget_bytes // 20
+        if self._written_since_scan + size < slack:
+            return True
+        self._written_since_scan = 0
+        return self.evict(self.budget_bytes - slack - size) <= self.budget_bytes - size
+
+    def _scan(self) -> Iterator[tuple[Path, float, int]]:
+        for pattern in ("*/*/objects/*/*", "*/*/quarantine/*"):
+            for path in self.root.glob(pattern):
+                with contextlib.suppress(OSError):
+                    stat = path.stat()
+                    yield path, stat.st_mtime, stat.st_size
+
+    @contextlib.contextmanager
+    def _eviction_lock(self) -> Iterator[bool]:
+        self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with open(self.root / ".evicting", "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+            else:
+                yield True
+
+
+def _by_age(folder: Path) -> list[str]:
+    """Return the markers in a folder, newest first; none when there is no folder."""
+    try:
+        entries = [(entry.stat().st_mtime, entry.name) for entry in os.scandir(folder)]
+    except OSError:
+        return []
+    return [name for _, name in sorted(entries, reverse=True)]
+
+
+def rank(header: ChunkHeader, parent: str | None) -> tuple[bool, bool]:
+    """Order of preference between chunks of the same content: exact ones, then those with the same left neighbour."""
+    return header.domain == Domain.EXACT, header.parent == parent

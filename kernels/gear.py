@@ -1,0 +1,83 @@
+"""Content-defined chunk limits: a Gear rolling hash over token ids (Irminsul, section "CDC").
+
+The hash is `h = (h << 1) + G[token] mod 2**64`. One bit is shifted out per token, so `h` after token `i` depends on the
+last 64 tokens only. That makes it a sum of 64 shifted terms, which doubling builds in six vector steps:
+`S_2w[i] = S_w[i] + (S_w[i - w] << w)`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+WINDOW = 64
+"""Tokens that one hash value depends on: the width of the 64-bit hash, since it shifts by one bit a token."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSizes:
+    """Lengths of chunks in tokens. SPEC.md's defaults: mean 128, minimum 32, maximum 512."""
+
+    mean: int = 128
+    minimum: int = 32
+    maximum: int = 512
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.minimum < self.mean < self.maximum:
+            raise ValueError(
+                f"chunk sizes must satisfy 1 <= minimum < mean < maximum, "
+                f"not minimum={self.minimum!r}, mean={self.mean!r}, maximum={self.maximum!r}"
+            )
+
+
+def token_weights(tokens: npt.NDArray[np.integer]) -> npt.NDArray[np.uint64]:
+    """Return `G[token]`: a fixed pseudo-random 64-bit number for each token id, `[T]` (splitmix64, so no table)."""
+    x = tokens.astype(np.uint64) + np.uint64(1)
+    x *= np.uint64(0x9E3779B97F4A7C15)
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return x
+
+
+def gear_hash(tokens: npt.NDArray[np.integer]) -> npt.NDArray[np.uint64]:
+    """Return the rolling hash after each token, `[T]` uint64. `tokens` is `[T]` of any integer type."""
+    sums = token_weights(tokens)
+    width = 1
+    while width < WINDOW:
+        shifted = sums[:-width] << np.uint64(width)
+        sums = np.concatenate([sums[:width], sums[width:] + shifted])
+        width *= 2
+    return sums
+
+
+def chunk_limits(tokens: npt.NDArray[np.integer], sizes: ChunkSizes) -> list[int]:
+    """Return the ends of the content-defined chunks of `tokens`, ascending, the last one being `len(tokens)`.
+
+    A chunk ends after a token whose hash falls below a threshold, tested on the high bits (the low bits depend on few
+    tokens), but never before `sizes.minimum` and never after `sizes.maximum` tokens. Only the last chunk may be
+    shorter than the minimum.
+    """
+    num_tokens = len(tokens)
+    # Behind the minimum, candidates arrive with probability 1 / (mean - minimum): the mean length is then `mean`.
+    threshold = np.uint64((1 << 64) // (sizes.mean - sizes.minimum))
+    candidates = np.flatnonzero(gear_hash(tokens) < threshold) + 1
+    limits: list[int] = []
+    start = 0
+    index = 0
+    while num_tokens - start > sizes.minimum:
+        index += int(np.searchsorted(candidates[index:], start + sizes.minimum))
+        end = start + sizes.maximum
+        if index < len(candidates):
+            end = min(end, int(candidates[index]))
+        if end >= num_tokens:
+            break
+        limits.append(end)
+        start = end
+    if num_tokens:
+        limits.append(num_tokens)
+    return limits

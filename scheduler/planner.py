@@ -1,0 +1,324 @@
+"""From token ids and what the store holds to a plan: which tokens are computed, which are taken from where.
+
+    0        e       f = first_inexact                                   T-1  T
+    |  exact | gap 0 |  run 1  | gap 1 |      run 2      |    last gap    |
+      chunks  computed  chunks  computed   chunks, turned   computed by the request itself
+              by stage 0        by stage 1
+
+`[0, e)` is the longest chain of chunks that equals this prompt from position 0: exact KV. Behind it, runs of chunks with
+the same token ids at any position may serve a request in *reuse* mode. vLLM's scheduler takes one external hit per
+request, directly behind the local one, so each gap before a run is computed by an internal request of its own (a
+*stage*: the prompt up to the gap's end). Everything from `f` on depends on reused KV and belongs to the reuse domain.
+Positions below the carve-out are never reused: the attention sink belongs to the start of the sequence (Irminsul).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from ropewalk.kernels.gear import ChunkSizes, chunk_limits
+from ropewalk.kernels.keys import HEAD_LENGTH, Domain, Tokens, chain_key, content_key, head_key, root_key
+
+
+class Chunk(Protocol):
+    """What the planner needs to know of a stored chunk. `start` is the position that it was computed at."""
+
+    @property
+    def chain(self) -> str: ...
+    @property
+    def parent(self) -> str: ...
+    @property
+    def domain(self) -> Domain: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def tokens(self) -> Tokens: ...
+
+
+class ChunkIndex(Protocol):
+    """Look-ups into a store of one tenant's chunks. Every answer is a candidate: the planner compares token ids."""
+
+    def by_chain(self, chain: str) -> Chunk | None: ...
+    def by_content(self, content: str) -> Sequence[Chunk]: ...
+    def by_head(self, head: str) -> Sequence[Chunk]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerSettings:
+    """`carve_out`: positions below it are never reused. `min_run`: shortest run, in tokens, that is worth a stage."""
+
+    chunks: ChunkSizes = ChunkSizes()
+    carve_out: int = 32
+    min_run: int = 64
+
+    def __post_init__(self) -> None:
+        if self.carve_out < 0:
+            raise ValueError(f"carve_out must not be negative, not {self.carve_out!r}")
+        if self.min_run < 1:
+            raise ValueError(f"min_run must be at least 1, not {self.min_run!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Positions `[start, end)` taken from rows `[offset, offset + end - start)` of a chunk, turned by `turn`.
+
+    `reused` tells reuse-domain KV (taken from another place or context) from KV that this prompt's own prefill made.
+    """
+
+    start: int
+    end: int
+    chunk: str
+    offset: int
+    turn: int
+    reused: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A chunk to be saved: positions `[start, end)` of a prompt, under its own name and behind its neighbour's."""
+
+    start: int
+    end: int
+    chain: str
+    parent: str
+    domain: Domain
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a prompt of `num_tokens` is served.
+
+    `segments` are ascending, disjoint and contiguous from 0 except for the last gap. `stages` are the prompt lengths of
+    the internal requests, ascending. `runs` are the reused position ranges, `exact_end` the end of the exact prefix.
+    """
+
+    num_tokens: int
+    exact_end: int
+    runs: tuple[tuple[int, int], ...]
+    stages: tuple[int, ...]
+    segments: tuple[Segment, ...]
+
+    @property
+    def first_inexact(self) -> int | None:
+        """The first position whose KV is reused; what follows it is not exact either. None: all exact."""
+        return self.runs[0][0] if self.runs else None
+
+    @property
+    def num_reused(self) -> int:
+        return sum(end - start for start, end in self.runs)
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """Return the computed ranges, ascending; the last one ends at `num_tokens`."""
+        starts = [self.exact_end, *(end for _, end in self.runs)]
+        ends = [*(start for start, _ in self.runs), self.num_tokens]
+        return [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
+
+    def to_params(self) -> dict[str, Any]:
+        """JSON-able form, for `kv_transfer_params`."""
+        return {
+            "num_tokens": self.num_tokens,
+            "exact_end": self.exact_end,
+            "runs": [list(run) for run in self.runs],
+            "stages": list(self.stages),
+            "segments": [[s.start, s.end, s.chunk, s.offset, s.turn, s.reused] for s in self.segments],
+        }
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any]) -> Plan:
+        """The inverse of `to_params`."""
+        return cls(
+            params["num_tokens"],
+            params["exact_end"],
+            tuple((start, end) for start, end in params["runs"]),
+            tuple(params["stages"]),
+            tuple(Segment(*segment) for segment in params["segments"]),
+        )
+
+    def check_integrity(self) -> None:
+        """Assert the picture in this module's docstring."""
+        position = 0
+        for start, end in [(0, self.exact_end), *self.runs]:
+            assert position <= start <= end < max(self.num_tokens, 1), self
+            position = end
+        position = 0
+        for segment in self.segments:
+            assert segment.start == position < segment.end, self
+            position = segment.end
+        assert position == (self.runs[-1][1] if self.runs else self.exact_end), self
+        assert list(self.stages) == [end for _, end in self.gaps()[:-1]], self
+
+
+@dataclass(frozen=True, slots=True)
+class _Match:
+    """Rows `[offset, offset + length)` of `chunk` hold the tokens from some position on."""
+
+    chunk: Chunk
+    offset: int
+    length: int
+
+
+def make_plan(tokens: Tokens, tenant: str, index: ChunkIndex, settings: PlannerSettings, *, reuse: bool) -> Plan:
+    """Plan one prompt. `tokens` are its ids, `[T]` int32; `reuse` allows position-independent chunks.
+
+    The last token is always computed: its logits are what the request is for.
+    """
+    limits = chunk_limits(tokens, settings.chunks)
+    exact = _exact_prefix(tokens, tenant, index, limits)
+    exact_end = exact[-1].end if exact else 0
+    found = _find_runs(tokens, tenant, index, limits, exact_end, settings) if reuse else []
+    runs = [(run[0].start, run[-1].end) for run in found]
+    gap_starts = [exact_end, *(end for _, end in runs)]
+    stages = [start for gap_start, (start, _) in zip(gap_starts, runs, strict=False) if gap_start < start]
+
+    # What the stages compute is taken from the chunks that they save.
+    segments = list(exact)
+    computed = pieces(tokens, tenant, settings.chunks, runs)
+    for gap_start, run in zip(gap_starts, found, strict=False):
+        for piece in computed:
+            start, end = max(piece.start, gap_start), min(piece.end, run[0].start)
+            if start < end:
+                segments.append(Segment(start, end, piece.chain, start - piece.start, 0, reused=False))
+        segments.extend(run)
+    plan = Plan(len(tokens), exact_end, tuple(runs), tuple(stages), tuple(segments))
+    plan.check_integrity()
+    return plan
+
+
+def pieces(tokens: Tokens, tenant: str, sizes: ChunkSizes, runs: Sequence[tuple[int, int]]) -> list[Piece]:
+    """Cut what was computed of `tokens` into chunks to be saved: content-defined limits, and every edge of a run.
+
+    Ranges inside `runs` came from the store and are left out. Pieces before the first run are exact.
+    """
+    cuts = sorted({*chunk_limits(tokens, sizes), *(edge for run in runs for edge in run if edge <= len(tokens))})
+    first_inexact = runs[0][0] if runs else len(tokens)
+    out = []
+    parent = root_key(tenant)
+    start = 0
+    for end in cuts:
+        if start == end:  # a run that starts at 0 (no carve-out)
+            continue
+        domain = Domain.EXACT if end <= first_inexact else Domain.REUSE
+        chain = chain_key(parent, tokens[start:end], domain)
+        if not any(run_start <= start < run_end for run_start, run_end in runs):
+            out.append(Piece(start, end, chain, parent, domain))
+        parent, start = chain, end
+    return out
+
+
+def _exact_prefix(tokens: Tokens, tenant: str, index: ChunkIndex, limits: Sequence[int]) -> list[Segment]:
+    """Follow the chain of exact chunks from position 0; the last one may match in part."""
+    segments: list[Segment] = []
+    parent = root_key(tenant)
+    start = 0
+    last = len(tokens) - 1
+    for end in limits:
+        chain = chain_key(parent, tokens[start:end], Domain.EXACT)
+        chunk = index.by_chain(chain)
+        if chunk is None or chunk.start != start or not np.array_equal(chunk.tokens, tokens[start:end]):
+            break
+        if start < last:
+            segments.append(Segment(start, min(end, last), chain, 0, 0, reused=False))
+        parent, start = chain, end
+    if last - start >= HEAD_LENGTH:
+        best: Chunk | None = None
+        length = 0
+        for chunk in index.by_head(head_key(tenant, tokens[start:])):
+            if chunk.parent == parent and chunk.domain == Domain.EXACT and chunk.start == start:
+                common = _common_prefix(chunk.tokens, tokens[start:last])
+                if common > length:
+                    best, length = chunk, common
+        if best is not None:
+            segments.append(Segment(start, start + length, best.chain, 0, 0, reused=False))
+    return segments
+
+
+def _find_runs(
+    tokens: Tokens,
+    tenant: str,
+    index: ChunkIndex,
+    limits: Sequence[int],
+    exact_end: int,
+    settings: PlannerSettings,
+) -> list[list[Segment]]:
+    """Find the ranges behind the exact prefix that stored chunks can serve, each a list of adjoining segments."""
+    last = len(tokens) - 1
+    floor = max(exact_end, settings.carve_out)
+    runs: list[list[Segment]] = []
+    for candidate in sorted({floor, *limits}):
+        if candidate < floor or candidate >= last:
+            continue
+        match = _best_match(tokens, tenant, index, limits, candidate, None)
+        if match is None:
+            continue
+        run = _extend_left(tokens, index, match, candidate, floor)
+        position = candidate
+        while match is not None:
+            run.append(_segment(match, position))
+            position += match.length
+            match = _best_match(tokens, tenant, index, limits, position, match.chunk.chain)
+        # A run that adjoins the exact prefix costs no stage.
+        if run[-1].end - run[0].start >= settings.min_run or run[0].start == exact_end:
+            runs.append(run)
+            floor = position
+    return runs
+
+
+def _best_match(
+    tokens: Tokens, tenant: str, index: ChunkIndex, limits: Sequence[int], position: int, parent: str | None
+) -> _Match | None:
+    """Return the longest match at `position`: a whole chunk by content, or the beginning of one by its head.
+
+    Among equally long ones: exact before reuse domain, then the one whose left neighbour is `parent`, then the newest.
+    """
+    last = len(tokens) - 1
+    if last - position < HEAD_LENGTH:
+        return None
+    candidates: list[Chunk] = []
+    end = limits[int(np.searchsorted(limits, position, side="right"))]
+    if end <= last:
+        candidates.extend(index.by_content(content_key(tenant, tokens[position:end])))
+    if not candidates:
+        candidates.extend(index.by_head(head_key(tenant, tokens[position:])))
+    best: _Match | None = None
+    best_rank: tuple[int, bool, bool] = (HEAD_LENGTH - 1, True, True)
+    for chunk in candidates:
+        length = _common_prefix(chunk.tokens, tokens[position:last])
+        rank = (length, chunk.domain == Domain.EXACT, chunk.parent == parent)
+        if length >= HEAD_LENGTH and rank > best_rank:
+            best, best_rank = _Match(chunk, 0, length), rank
+    return best
+
+
+def _extend_left(tokens: Tokens, index: ChunkIndex, match: _Match, position: int, floor: int) -> list[Segment]:
+    """Return the segments that reach from `position` back towards `floor` through the match's left neighbours."""
+    segments: list[Segment] = []
+    chunk: Chunk | None = match.chunk
+    while position > floor and chunk is not None:
+        source_end = chunk.start
+        chunk = index.by_chain(chunk.parent)
+        if chunk is None or chunk.start + len(chunk.tokens) != source_end:
+            break
+        common = _common_prefix(chunk.tokens[::-1], tokens[floor:position][::-1])
+        if common == 0:
+            break
+        position -= common
+        segments.insert(0, _segment(_Match(chunk, len(chunk.tokens) - common, common), position))
+        if common < len(chunk.tokens):
+            break
+    return segments
+
+
+def _segment(match: _Match, position: int) -> Segment:
+    turn = position - (match.chunk.start + match.offset)
+    return Segment(position, position + match.length, match.chunk.chain, match.offset, turn, reused=True)
+
+
+def _common_prefix(a: Tokens, b: Tokens) -> int:
+    """Return how many leading token ids `a` and `b` share."""
+    length = min(len(a), len(b))
+    different = np.flatnonzero(a[:length] != b[:length])
+    return int(different[0]) if len(different) else length
