@@ -86,15 +86,17 @@ def scheduler_settings(config: ClusterConfig) -> SchedulerSettings | None:
 
 def engine_settings(config: ClusterConfig, model: ModelConfig, store_root: Path) -> EngineSettings:
     """What the planned engine and the connector of this model need to know."""
-    return EngineSettings(
-        store_root=store_root,
-        store_budget_bytes=config.store.budget or 0,
-        default_mode=model.reuse,
-        carve_out=model.chunking.carve_out,
-        min_run=model.chunking.min_run,
-        chunk_mean=model.chunking.mean,
-        chunk_min=model.chunking.minimum,
-        chunk_max=model.chunking.maximum,
+    return EngineSettings.model_validate(
+        {
+            "store_root": store_root,
+            "store_budget_bytes": config.store.budget or 0,
+            "default_mode": model.reuse,
+            "carve_out": model.chunking.carve_out,
+            "min_run": model.chunking.min_run,
+            "chunk_mean": model.chunking.mean,
+            "chunk_min": model.chunking.minimum,
+            "chunk_max": model.chunking.maximum,
+        }
     )
 
 

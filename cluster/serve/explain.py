@@ -18,7 +18,8 @@ def explanation(settings: RequestSettings, reports: Sequence[RequestReport]) -> 
     of plans in the order of the prompts if there were several.
     """
     tokens = {"computed": 0, "exact": 0, "reused": 0, "spliced": 0}
-    plans, fallbacks = [], []
+    plans: list[Any] = []
+    fallbacks: list[str] = []
     for report in reports:
         values = report.to_dict()
         for name, count in values["tokens"].items():

@@ -43,13 +43,13 @@ class UnknownModelError(Exception):
     """A request for a model that is not served."""
 
 
-async def _unknown_model(request: Request, error: UnknownModelError) -> Response:
+async def _unknown_model(request: Request, error: Exception) -> Response:
     message = f"The model `{error.args[0]}` does not exist."
     answer = create_error_response(message, err_type="NotFoundError", status_code=HTTPStatus.NOT_FOUND, param="model")
     return JSONResponse(answer.model_dump(), status_code=answer.error.code)
 
 
-class AgentIngress(OpenAiIngress):
+class AgentIngress(OpenAiIngress):  # type: ignore[misc]
     """Routes of the endpoint. Requests go to the model's deployment unchanged; only errors are shaped here."""
 
     def __init__(
@@ -64,7 +64,7 @@ class AgentIngress(OpenAiIngress):
         keep_on_loopback()
         super().__init__(**kwargs)
         self._scheduler = SchedulerClient(scheduler) if scheduler is not None else None
-        self._models = {model["id"]: model for model in models}
+        self._models: dict[str, dict[str, Any]] = {model["id"]: model for model in models}
         self._deployments = deployments
         self._app_name = app_name
         self._created = int(time.time())
@@ -72,7 +72,7 @@ class AgentIngress(OpenAiIngress):
     async def _get_model_id(self, model: str | None) -> str:
         if model is None and len(self._models) == 1:
             return next(iter(self._models))
-        if model not in self._models:
+        if model is None or model not in self._models:
             raise UnknownModelError(model)
         return model
 

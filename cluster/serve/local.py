@@ -102,6 +102,8 @@ class Deployment:
             os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
             os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
             os.environ[LOOPBACK_VARIABLE] = "1"
+            # Ray runs workers at 15, so that on a busy machine every other process would slow down the engines.
+            os.environ.setdefault("RAY_worker_niceness", "0")
             self._work_dir = _short_temp_dir()
             self.say(f"starting Ray on 127.0.0.1 (logs: {self._work_dir}/session_latest/logs)")
         else:

@@ -22,10 +22,10 @@ from ropewalk.cluster.serve.settings import RESERVED_FIELDS, RequestRefused, rea
 from ropewalk.scheduler.state import SchedulerSettings
 
 
-class PlainServer(LLMServer):
+class PlainServer(LLMServer):  # type: ignore[misc]
     """Stock vLLM as Ray Serve LLM runs it: the baseline. Nothing but Ray's usage telemetry is left out."""
 
-    async def __init__(self, llm_config: Any) -> None:
+    async def __init__(self, llm_config: Any) -> None:  # type: ignore[misc]
         keep_on_loopback()
         await super().__init__(llm_config)
 
@@ -38,10 +38,10 @@ class PlainServer(LLMServer):
         return {"pid": os.getpid()}
 
 
-class AgentServer(LLMServer):
+class AgentServer(LLMServer):  # type: ignore[misc]
     """Reads the `ropewalk` field and headers, gives them to the planned engine, and explains what happened."""
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]
         self,
         llm_config: Any,
         *,
