@@ -65,7 +65,7 @@ def facts_from_config(config: Mapping[str, Any]) -> RotaryFacts:
     """Return the rotary facts of a Hugging Face text config (as a mapping, nested rope parameters included).
 
     Raises `UnsupportedRope`, naming the scaling, for position encodings that cannot be turned or are not known here.
-    The pairing follows vLLM's model classes: MLA models (those with `kv_lora_rank`) interleave, the others split halves.
+    The pairing follows vLLM's model classes: MLA models (those with `kv_lora_rank`) interleave, others split halves.
     """
     is_mla = bool(config.get("kv_lora_rank"))
     rope: dict[str, Any] = dict(config.get("rope_scaling") or {})

@@ -5,8 +5,8 @@
       chunks  computed  chunks  computed   chunks, turned   computed by the request itself
               by stage 0        by stage 1
 
-`[0, e)` is the longest chain of chunks that equals this prompt from position 0: exact KV. Behind it, runs of chunks with
-the same token ids at any position may serve a request in *reuse* mode. vLLM's scheduler takes one external hit per
+`[0, e)` is the longest chain of chunks that equals this prompt from position 0: exact KV. Behind it, runs of chunks
+with the same token ids at any position may serve a request in *reuse* mode. vLLM's scheduler takes one external hit per
 request, directly behind the local one, so each gap before a run is computed by an internal request of its own (a
 *stage*: the prompt up to the gap's end). Everything from `f` on depends on reused KV and belongs to the reuse domain.
 Positions below the carve-out are never reused: the attention sink belongs to the start of the sequence (Irminsul).
@@ -15,7 +15,7 @@ Positions below the carve-out are never reused: the attention sink belongs to th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -51,7 +51,7 @@ class ChunkIndex(Protocol):
 class PlannerSettings:
     """`carve_out`: positions below it are never reused. `min_run`: shortest run, in tokens, that is worth a stage."""
 
-    chunks: ChunkSizes = ChunkSizes()
+    chunks: ChunkSizes = field(default_factory=ChunkSizes)
     carve_out: int = 32
     min_run: int = 64
 

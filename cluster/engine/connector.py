@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -43,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 DOMAIN_SALT = b"ropewalk/reuse"
 
+Slots = npt.NDArray[np.int64]
+
 
 @dataclass(slots=True)
 class LoadPart:
@@ -52,7 +55,7 @@ class LoadPart:
     offset: int
     turn: int
     tokens: Tokens
-    slots: Tokens
+    slots: Slots
 
 
 @dataclass(slots=True)
@@ -65,7 +68,7 @@ class Load:
 @dataclass(slots=True)
 class SavePart:
     header: ChunkHeader
-    slots: Tokens
+    slots: Slots
 
 
 @dataclass(slots=True)
@@ -267,11 +270,12 @@ class RopewalkConnector(KVConnectorBase_V1):
             return False
         return bool(store.by_content(content_key(tenant, tokens[piece.start : piece.end])))
 
-    def _slots(self, block_ids: list[int], start: int, end: int) -> Tokens:
+    def _slots(self, block_ids: list[int], start: int, end: int) -> Slots:
         """Return the slots of positions `[start, end)`: `block * B + offset`, int64."""
         positions = np.arange(start, end)
         blocks = np.asarray(block_ids, dtype=np.int64)[positions // self._block_size]
-        return blocks * self._block_size + positions % self._block_size
+        slots: Slots = blocks * self._block_size + positions % self._block_size
+        return slots
 
     # Worker half
 
@@ -309,8 +313,7 @@ class RopewalkConnector(KVConnectorBase_V1):
         # A key is only a candidate: the token ids decide.
         if not np.array_equal(header.tokens[part.offset : end], part.tokens):
             raise _TokensDiffer(f"chunk {part.chunk} holds other tokens")
-        turn = part.turn if self._settings.rotate else 0
-        self._layout.scatter(torch.from_numpy(part.slots), rows[:, part.offset : end], turn)
+        self._layout.scatter(torch.from_numpy(part.slots), rows[:, part.offset : end], part.turn)
 
     def wait_for_save(self) -> None:
         """Save finished stages: their answers leave the engine after this step."""

@@ -41,7 +41,7 @@ class StandardLayout:
             raise UnsupportedLayout("layers' KV caches differ in shape")
         if self._caches[0].shape[2] != block_size:
             raise UnsupportedLayout(
-                f"KV cache shape {tuple(caches[0].shape)} does not have blocks of {block_size} slots as its third dimension"
+                f"KV cache shape {tuple(caches[0].shape)} does not have {block_size} slots as its third dimension"
             )
 
     def gather(self, slots: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ import time
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ class PlannedEngine:
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Generate as the wrapped client does, by plan where one can be made. Arguments are `EngineClient.generate`'s."""
+        """Generate as the wrapped client does, by plan where one can be made; arguments as `EngineClient.generate`."""
         if not self._probed:
             await self.prepare()
         settings = self._take_settings(sampling_params)
@@ -150,6 +151,8 @@ class PlannedEngine:
                 # No full block could carry the reuse domain's hash.
                 report.fallbacks.append("shorter_than_a_block")
                 plan = make_plan(tokens, settings.tenant, store, self._planner, reuse=False)
+            if not settings.rotate:
+                plan = replace(plan, segments=tuple(replace(segment, turn=0) for segment in plan.segments))
         except OSError as error:
             logger.warning("Planning without the store: %s", error)
             report.fallbacks.append("store_unreadable")
@@ -230,7 +233,7 @@ class PlannedEngine:
         return self._stores[tenant]
 
     async def _probe(self) -> str | None:
-        """Prefill one repeated token and compare turned with computed keys. Return why reuse must be refused, or None."""
+        """Prefill one repeated token, compare turned with computed keys; return why reuse must be refused, or None."""
         assert self._facts.rotary is not None
         # A tenant of its own: the probe must find nothing, and leave nothing.
         settings = RequestSettings(tenant=f"probe-{uuid.uuid4().hex}")

@@ -22,7 +22,7 @@ TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 3e-3, torch.float32: 1e-3}
 
 
 def turn_error(rows: torch.Tensor, rotary: RotaryFacts, is_mla: bool) -> float:
-    """Return the largest relative L2 error over `PROBE_TURNS`. `rows` is `[1, n, H, C]`: layer 0 of the probe prompt."""
+    """Return the largest relative L2 error over `PROBE_TURNS`. `rows`: `[1, n, H, C]`, layer 0 of the probe prompt."""
     width = rows.shape[-1]
     keys = slice(width - rotary.rotary_size, width) if is_mla else slice(0, width // 2)
     worst = 0.0

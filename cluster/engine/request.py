@@ -19,7 +19,8 @@ class RequestSettings:
 
     `key` names the request between the HTTP layer and the engine and is never shown to a client. `mode` is `exact`
     (only KV that equals what a prefill would compute) or `reuse` (position-independent chunks are welcome too). KV is
-    never shared between tenants.
+    never shared between tenants. `rotate=False` takes reused keys as they were computed, at the wrong positions: the
+    baseline of quality studies, which the HTTP layer never sets.
     """
 
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -28,6 +29,7 @@ class RequestSettings:
     agent: str | None = None
     tenant: str = "default"
     explain: bool = False
+    rotate: bool = True
 
     def to_params(self) -> dict[str, Any]:
         """The value of `kv_transfer_params["ropewalk"]`."""

@@ -47,7 +47,6 @@ class EngineSettings(BaseModel):
     chunk_mean: int = 128
     chunk_min: int = 32
     chunk_max: int = 512
-    rotate: bool = Field(True, description="False serves reused keys at their old positions: for quality studies only")
 
     @model_validator(mode="after")
     def _check(self) -> EngineSettings:
