@@ -116,12 +116,13 @@ def legend(names: Sequence[str]) -> str:
 
 def nice_ticks(largest: float, *, whole: bool = False) -> list[float]:
     """Round numbers from 0 to just above `largest`, about five of them; never all zero."""
-    raw = max(largest, 1e-9) / NUM_TICKS
+    largest = max(largest, 1e-9)
+    raw = largest / NUM_TICKS
     magnitude = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * magnitude for factor in (1, 2, 2.5, 5, 10) if factor * magnitude >= raw * (1 - 1e-9))
     if whole:
         step = max(1.0, math.ceil(step))
-    return [number * step for number in range(math.ceil(largest / step - 1e-9) + 1 if largest > 0 else 2)]
+    return [number * step for number in range(math.ceil(largest / step - 1e-9) + 1)]
 
 
 def format_ms(value: float | None) -> str:

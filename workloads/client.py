@@ -78,7 +78,7 @@ class ChatClient:
     def __init__(self, config: ReplayConfig) -> None:
         self._base_url = config.base_url
         self._timeout_s = config.timeout_s
-        host = urlsplit(config.endpoint).hostname or ""
+        url = urlsplit(config.endpoint)
         headers = {"authorization": f"Bearer {config.api_key}"} if config.api_key else {}
         self._http = httpx.AsyncClient(
             headers=headers,
@@ -86,7 +86,8 @@ class ChatClient:
             # Waiting for a free connection would be measured as the server's time.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
             # A proxy from the environment is for the outside world.
-            trust_env=host not in ("127.0.0.1", "::1", "localhost"),
+            trust_env=url.hostname not in ("127.0.0.1", "::1", "localhost"),
+            verify=url.scheme == "https",  # without TLS there is nothing to verify, and loading certificates is slow
         )
 
     async def __aenter__(self) -> ChatClient:
