@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections import Counter, deque
@@ -129,6 +130,10 @@ class SchedulerService:
             logger.warning("scheduler state could not be saved to %s: %s", self._path, error)
             return False
         return True
+
+    def pid(self) -> int:
+        """Process the actor runs in."""
+        return os.getpid()
 
     def reset(self) -> None:
         """Forget everything learned."""

@@ -1,0 +1,94 @@
+"""Sessions are remembered within bounds of number and time."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from ropewalk.agents.sessions import MAX_REPLICAS, SessionTable
+
+
+def test_a_turn_returns_the_agent_of_the_turn_before() -> None:
+    table = SessionTable()
+    assert table.update("s", "planner", "r0", 1.0) is None
+    assert table.update("s", "coder", "r0", 2.0) == "planner"
+    assert table.update("s", None, "r0", 3.0) == "coder"
+    assert table.update("s", "planner", "r0", 4.0) == "coder", "an unrecognised turn keeps the agent"
+
+
+def test_replicas_are_listed_most_recent_first_and_bounded() -> None:
+    table = SessionTable()
+    for i in range(MAX_REPLICAS + 2):
+        table.update("s", None, f"r{i}", float(i))
+    table.update("s", None, "r3", 10.0)
+    state = table.get("s")
+    assert state is not None
+    assert state.replicas[0] == "r3"
+    assert len(state.replicas) == MAX_REPLICAS
+
+
+def test_silent_sessions_are_forgotten() -> None:
+    table = SessionTable(ttl_s=10)
+    table.update("old", "a", "r", 0.0)
+    table.update("new", "b", "r", 8.0)
+    assert table.expire(11.0) == 1
+    assert table.get("old") is None
+    assert dict(table.live_agents()) == {"b": 1}
+
+
+def test_the_least_recent_session_goes_when_there_are_too_many() -> None:
+    table = SessionTable(max_sessions=2)
+    for session in ("a", "b", "a", "c"):
+        table.update(session, None, "r", 1.0)
+    assert [session for session, _ in table.recent(9)] == ["c", "a"]
+
+
+@pytest.mark.parametrize(("max_sessions", "ttl_s"), [(0, 1.0), (1, 0.0), (1, float("nan"))])
+def test_bounds_that_hold_nothing_are_refused(max_sessions: int, ttl_s: float) -> None:
+    with pytest.raises(ValueError, match=r"max_sessions|ttl_s"):
+        SessionTable(max_sessions, ttl_s)
+
+
+class SessionMachine(RuleBasedStateMachine):
+    """Counts by agent follow every change, and the table never grows past its bound."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = SessionTable(max_sessions=4, ttl_s=20)
+        self.now = 0.0
+
+    @rule(
+        session=st.sampled_from("abcdefg"),
+        agent=st.none() | st.sampled_from(["x", "y", "z"]),
+        replica=st.none() | st.sampled_from(["r0", "r1"]),
+        step=st.floats(0, 8),
+    )
+    def update(self, session: str, agent: str | None, replica: str | None, step: float) -> None:
+        self.now += step
+        self.table.update(session, agent, replica, self.now)
+        state = self.table.get(session)
+        assert state is not None
+        assert agent is None or state.agent == agent
+
+    @rule(old=st.sampled_from(["x", "y"]), new=st.none() | st.sampled_from(["y", "z"]))
+    def rename(self, old: str, new: str | None) -> None:
+        self.table.rename_agent(old, new)
+        assert old == new or old not in self.table.live_agents()
+
+    @rule()
+    def reload(self) -> None:
+        before = self.table.to_dict()
+        self.table = SessionTable.from_dict(json.loads(json.dumps(before)), 4, 20)
+        assert self.table.to_dict() == before
+
+    @invariant()
+    def integrity(self) -> None:
+        self.table.check_integrity()
+
+
+SessionMachine.TestCase.settings = settings(max_examples=30, deadline=None)
+test_sessions_keep_their_bounds = SessionMachine.TestCase

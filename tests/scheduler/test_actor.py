@@ -1,0 +1,291 @@
+"""The actor keeps what it learned across deaths; the client keeps serving without it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ropewalk.scheduler import actor as actor_module
+from ropewalk.scheduler.actor import (
+    ACTOR_NAME,
+    ACTOR_NAMESPACE,
+    MAX_BUFFERED,
+    SchedulerClient,
+    SchedulerService,
+    failure_reason,
+    get_or_create_scheduler,
+    stop_scheduler,
+)
+from ropewalk.scheduler.state import EMPTY_SNAPSHOT, Observation, SchedulerSettings
+
+
+def turn(agent: str, session: str = "s", time_s: float = 1.0) -> Observation:
+    return Observation(session, agent, None, "m", "r0", "n0", time_s, prompt_tokens=100)
+
+
+def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"still not true after {seconds} s: {condition}")
+
+
+# Without Ray
+
+
+def test_the_service_publishes_only_what_is_new() -> None:
+    service = SchedulerService()
+    assert service.observe([turn("a"), turn("b")]) == 2
+    first = service.snapshot(0)
+    assert first is not None
+    assert first.agents.keys() == {"a", "b"}
+    assert service.snapshot(first.version) is None
+    service.observe([turn("c")])
+    second = service.snapshot(first.version)
+    assert second is not None
+    assert second.version > first.version
+
+
+def test_a_new_service_restores_what_the_last_one_saved(tmp_path: Path) -> None:
+    settings = SchedulerSettings(state_path=str(tmp_path / "state.json"))
+    service = SchedulerService(settings)
+    service.observe([turn(agent) for agent in "abab"])
+    assert service.save()
+    again = SchedulerService(settings)
+    assert again.status()["start"] == "restored"
+    assert again.graph()["transitions"] == service.graph()["transitions"]
+
+
+def test_versions_never_come_up_twice_across_restarts(tmp_path: Path) -> None:
+    settings = SchedulerSettings(state_path=str(tmp_path / "state.json"))
+    service = SchedulerService(settings)
+    service.save()
+    service.observe([turn(agent) for agent in "abab"])  # may never reach the file
+    last = service.status()["version"]
+    until(lambda: time.time_ns() // 1_000_000 > last)
+    assert SchedulerService(settings).status()["version"] > last
+
+
+def test_a_changed_state_is_saved_without_being_asked(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    service = SchedulerService(SchedulerSettings(state_path=str(path), save_interval_s=0.05))
+    service.observe([turn("a")])
+    until(path.exists)
+
+
+def test_a_state_file_that_cannot_be_written_is_counted_and_harmless(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    service = SchedulerService(SchedulerSettings(state_path=str(tmp_path / "file" / "state.json")))
+    assert service.observe([turn("a")]) == 1
+    assert service.save() is False
+    assert sum(service.status()["save_failures"].values()) >= 1
+
+
+def test_a_damaged_file_is_named_and_put_aside(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    path.write_text('{"format": 999}')
+    service = SchedulerService(SchedulerSettings(state_path=str(path)))
+    assert service.status()["start"] == "unknown-format"
+    assert (tmp_path / "state.json.unknown-format").exists()
+
+
+def test_reset_forgets_everything() -> None:
+    service = SchedulerService()
+    service.observe([turn("a")])
+    service.reset()
+    assert service.graph()["agents"] == []
+
+
+def test_without_ray_the_client_names_the_reason_and_bounds_its_buffer() -> None:
+    client = SchedulerClient()
+    for i in range(MAX_BUFFERED + 10):
+        client.observe(turn("a", time_s=float(i)))
+    status = until(lambda: s if (s := client.status())["failures"] else None)
+    assert status["failures"].keys() == {"ray-not-started"}
+    assert status["dropped"] == 10
+    assert status["buffered"] == MAX_BUFFERED
+    assert client.snapshot is EMPTY_SNAPSHOT
+    payload = asyncio.run(client.graph())
+    assert (payload["complete"], payload["reason"]) == (False, "ray-not-started")
+    client.close()
+
+
+def test_every_failure_has_a_name() -> None:
+    assert failure_reason(TimeoutError()) == "scheduler-timeout"
+    assert failure_reason(ValueError("no actor of that name")) == "scheduler-absent"
+    assert failure_reason(RuntimeError("anything else")) == "scheduler-error"
+
+
+# With Ray
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    import ray
+
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # every listener on the loopback
+    folder = tempfile.mkdtemp(prefix="rw-", dir="/tmp")  # short: Ray's sockets lie below it
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=100 * 1024**2,
+        _temp_dir=folder,
+    )
+    yield
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def settings(cluster: None, tmp_path: Path) -> Iterator[SchedulerSettings]:
+    yield SchedulerSettings(state_path=str(tmp_path / "state.json"), save_interval_s=0.1)
+    stop_scheduler()
+
+
+def published(client: SchedulerClient, agent: str) -> Callable[[], bool]:
+    return lambda: agent in client.snapshot.agents
+
+
+@pytest.mark.engine
+def test_what_one_client_observes_every_client_sees(settings: SchedulerSettings) -> None:
+    one, two = SchedulerClient(settings), SchedulerClient(settings)
+    for i, agent in enumerate("abab"):
+        one.observe(turn(agent, time_s=float(i)))
+    until(published(two, "b"))
+    assert two.snapshot.agents["a"].next[0][0] == "b"
+    assert one.status()["sent"] == 4
+    payload = asyncio.run(two.graph())
+    assert payload["complete"] is True
+    assert payload["transitions"][0]["count"] == 2
+    one.close()
+    two.close()
+
+
+@pytest.mark.engine
+def test_a_scheduler_whose_process_dies_comes_back_with_its_state(settings: SchedulerSettings) -> None:
+    import ray
+
+    actor = get_or_create_scheduler(settings)
+    ray.get(actor.observe.remote([turn(agent) for agent in "abab"]))
+    before = ray.get(actor.graph.remote())["transitions"]
+    assert ray.get(actor.save.remote())
+    client = SchedulerClient(settings)
+    until(published(client, "a"))
+    old = client.snapshot
+    ray.kill(actor, no_restart=False)
+    client.observe(turn("c", time_s=2.0))
+    assert client.snapshot.agents.keys() >= {"a", "b"}, "the last snapshot serves meanwhile"
+    until(lambda: client.snapshot.version > old.version)
+    client.observe(turn("d", time_s=3.0))
+    until(published(client, "d"))
+    after = asyncio.run(client.graph())["transitions"]
+    assert all(edge["count"] >= 1 for edge in after)
+    assert {(e["source"], e["target"]) for e in before} <= {(e["source"], e["target"]) for e in after}
+    client.close()
+
+
+@pytest.mark.engine
+def test_a_scheduler_that_was_killed_for_good_is_made_again(settings: SchedulerSettings) -> None:
+    import ray
+
+    client = SchedulerClient(settings)
+    client.observe(turn("a"))
+    until(published(client, "a"))
+    until(Path(settings.state_path or "").exists)
+    ray.kill(ray.get_actor(ACTOR_NAME, namespace=ACTOR_NAMESPACE), no_restart=True)
+
+    def observed_again() -> bool:
+        client.observe(turn("b"))
+        return "b" in client.snapshot.agents
+
+    until(observed_again)
+    assert "a" in client.snapshot.agents, "restored from the file"
+    assert client.status()["failures"], "the death was counted"
+    client.close()
+
+
+@pytest.mark.engine
+def test_a_hanging_scheduler_holds_nobody_up(settings: SchedulerSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    monkeypatch.setattr(actor_module, "CALL_TIMEOUT_S", 0.3)
+    actor = get_or_create_scheduler(settings)
+    pid = ray.get(actor.pid.remote())
+    client = SchedulerClient(settings)
+    client.observe(turn("a"))
+    until(published(client, "a"))
+    os.kill(pid, signal.SIGSTOP)
+    try:
+
+        async def serve() -> int:
+            """Counts how often the loop turns while the scheduler hangs."""
+            turns = 0
+            while "scheduler-timeout" not in client.status()["failures"]:
+                client.observe(turn("b"))
+                assert "a" in client.snapshot.agents
+                await asyncio.sleep(0.01)
+                turns += 1
+            return turns
+
+        assert asyncio.run(asyncio.wait_for(serve(), 60)) > 3
+        payload = asyncio.run(client.graph())
+        assert (payload["complete"], payload["reason"]) == (False, "scheduler-timeout")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    until(published(client, "b"))
+    client.close()
+
+
+@pytest.mark.engine
+def test_the_client_works_inside_an_asyncio_actor_as_replicas_are(settings: SchedulerSettings) -> None:
+    import ray
+
+    @ray.remote(num_cpus=0)
+    class Replica:
+        async def serve(self, settings: SchedulerSettings) -> int:
+            client = SchedulerClient(settings)
+            client.observe(turn("a"))
+            turns = 0
+            while "a" not in client.snapshot.agents:
+                await asyncio.sleep(0.01)
+                turns += 1
+            client.close(0)
+            return turns
+
+    assert ray.get(Replica.remote().serve.remote(settings), timeout=120) >= 1
+
+
+@pytest.mark.engine
+def test_a_client_that_may_not_create_waits_for_one_to_appear(settings: SchedulerSettings) -> None:
+    client = SchedulerClient(create=False)
+    client.observe(turn("a"))
+    until(lambda: client.status()["failures"].get("scheduler-absent"))
+    get_or_create_scheduler(settings)
+    until(published(client, "a"))
+    assert client.status()["lost"] == 0
+    client.close()
+
+
+@pytest.mark.engine
+def test_stopping_saves_and_ends_it(settings: SchedulerSettings) -> None:
+    import ray
+
+    actor = get_or_create_scheduler(settings)
+    ray.get(actor.observe.remote([turn("a")]))
+    assert stop_scheduler() is True
+    assert "a" in Path(settings.state_path or "").read_text()
+    until(lambda: not stop_scheduler())

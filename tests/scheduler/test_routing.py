@@ -1,0 +1,229 @@
+"""Requests go where they are warm, within bounds of imbalance, and routing never raises."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from ropewalk.agents.identity import AnchorSketch, anchor_sketch
+from ropewalk.scheduler.routing import (
+    ANCHOR_SLACK,
+    RELATIVE_SLACK,
+    SESSION_SLACK,
+    LocalAffinity,
+    ReplicaView,
+    RequestHints,
+    RouteReason,
+    agent_key,
+    rank_replicas,
+)
+from ropewalk.scheduler.state import Observation, SchedulerState, Snapshot
+
+ANCHOR = anchor_sketch(
+    {"messages": [{"role": "system", "content": "\n".join(f"Rule {c * 3} holds." * 9 for c in "abcdefghij")}]}
+)
+
+
+def views(*queues: int, **changes: Any) -> list[ReplicaView]:
+    return [ReplicaView(f"r{i}", queue, **changes) for i, queue in enumerate(queues)]
+
+
+def snapshot(*turns: tuple[str, str, str]) -> Snapshot:
+    """After these (session, agent, replica) turns, all with the same anchor."""
+    state = SchedulerState()
+    for session, agent, replica in turns:
+        state.observe(Observation(session, agent, ANCHOR, "m", replica, "n", 1.0, prompt_tokens=900))
+    return state.snapshot()
+
+
+def test_a_session_goes_back_to_its_replica() -> None:
+    known = snapshot(("s", "planner", "r1"))
+    ranking = rank_replicas(RequestHints("s", num_prompt_chars=8000), views(0, 1, 0), known)
+    assert ranking.order[0] == "r1"
+    assert ranking.reason is RouteReason.SESSION
+    assert ranking.warm_tokens == 900
+
+
+def test_a_router_remembers_what_it_did_before_any_snapshot() -> None:
+    local = LocalAffinity()
+    local.remember("r2", "s", None)
+    ranking = rank_replicas(RequestHints("s"), views(0, 0, 1), None, local)
+    assert (ranking.order[0], ranking.reason) == ("r2", RouteReason.SESSION)
+
+
+def test_what_the_router_did_is_newer_than_the_snapshot() -> None:
+    local = LocalAffinity()
+    local.remember("r2", "s", None)
+    assert rank_replicas(RequestHints("s"), views(0, 0, 0), snapshot(("s", "a", "r1")), local).order[0] == "r2"
+
+
+def test_a_session_leaves_a_replica_that_is_too_busy() -> None:
+    local = LocalAffinity()
+    local.remember("r0", "s", None)
+    stays = rank_replicas(RequestHints("s"), views(SESSION_SLACK, 0), None, local)
+    leaves = rank_replicas(RequestHints("s"), views(SESSION_SLACK + 1, 0), None, local)
+    assert stays.order == ["r0", "r1"]
+    assert (leaves.order, leaves.reason) == (["r1", "r0"], RouteReason.SESSION_BUSY)
+
+
+def test_a_new_session_goes_to_a_warm_anchor() -> None:
+    known = snapshot(("other", "planner", "r2"))
+    hints = RequestHints("new", sketch=ANCHOR)
+    ranking = rank_replicas(hints, views(0, 0, 0), known)
+    assert (ranking.order[0], ranking.reason) == ("r2", RouteReason.ANCHOR)
+    assert ranking.warm_tokens == ANCHOR.num_chars // 4
+
+
+def test_a_hot_anchor_spreads_over_the_replicas() -> None:
+    local, chosen = LocalAffinity(), Counter[str]()
+    for i in range(40):
+        hints = RequestHints(f"s{i}", agent="planner", sketch=ANCHOR)
+        ranking = rank_replicas(hints, views(0, 0, 0, 0), None, local)
+        chosen[ranking.order[0]] += 1
+        local.remember(ranking.order[0], hints.session, agent_key(hints, None))
+    assert max(chosen.values()) - min(chosen.values()) <= 2
+
+
+def test_an_anchor_does_not_hold_requests_without_sessions_on_a_busy_replica() -> None:
+    local = LocalAffinity()
+    local.remember("r0", None, "planner")
+    hints = RequestHints(None, "planner", ANCHOR)
+    assert rank_replicas(hints, views(0, 0), None, local).order[0] == "r0"
+    assert rank_replicas(hints, views(ANCHOR_SLACK + 1, 0), None, local).order[0] == "r1"
+
+
+def test_new_sessions_of_unknown_agents_are_spread() -> None:
+    local, chosen = LocalAffinity(), Counter[str]()
+    for i in range(30):
+        ranking = rank_replicas(RequestHints(f"s{i}"), views(0, 0, 0), None, local)
+        assert ranking.reason is RouteReason.SPREAD
+        chosen[ranking.order[0]] += 1
+        local.remember(ranking.order[0], f"s{i}", None)
+    assert set(chosen.values()) == {10}
+
+
+def test_a_replica_on_the_same_node_is_half_warm() -> None:
+    state = SchedulerState()
+    state.observe(Observation(None, "planner", ANCHOR, "m", "gone", "n1", 1.0))
+    candidates = [ReplicaView("r0", 0, node="n0"), ReplicaView("r1", 0, node="n1")]
+    ranking = rank_replicas(RequestHints(None, "planner"), candidates, state.snapshot())
+    assert (ranking.order[0], ranking.reason) == ("r1", RouteReason.ANCHOR)
+
+
+def test_full_replicas_come_last() -> None:
+    local = LocalAffinity()
+    local.remember("r0", "s", None)
+    candidates = [ReplicaView("r0", 2, max_ongoing=2), ReplicaView("r1", 4, max_ongoing=8)]
+    assert rank_replicas(RequestHints("s"), candidates, None, local).order == ["r1", "r0"]
+
+
+def test_replicas_that_are_gone_are_not_chosen() -> None:
+    local = LocalAffinity()
+    local.remember("gone", "s", "planner")
+    known = snapshot(("s", "planner", "gone"), ("s", "planner", "gone2"))
+    ranking = rank_replicas(RequestHints("s", "planner"), views(0, 0), known, local)
+    assert sorted(ranking.order) == ["r0", "r1"]
+    local.keep_only(["r0"])
+    assert local.session_replica("s") is None
+    assert local.agent_replicas("planner") == []
+    local.check_integrity()
+
+
+def test_no_replica_is_a_reason_of_its_own() -> None:
+    assert rank_replicas(RequestHints("s"), []) == ([], RouteReason.NO_REPLICAS, 0)
+
+
+ids = st.sampled_from([f"r{i}" for i in range(6)])
+turns = st.tuples(st.sampled_from(["s1", "s2", "s3"]), st.sampled_from(["a", "b"]), ids)
+
+
+@given(
+    st.lists(st.tuples(ids, st.integers(0, 60)), min_size=1, max_size=6, unique_by=lambda item: item[0]),
+    st.lists(turns, max_size=12),
+    st.lists(turns, max_size=12),
+    st.builds(
+        RequestHints,
+        session=st.none() | st.sampled_from(["s1", "s2", "s9"]),
+        agent=st.none() | st.sampled_from(["a", "z"]),
+        sketch=st.none() | st.just(ANCHOR) | st.just(AnchorSketch()),
+        num_prompt_chars=st.integers(0, 10**6),
+    ),
+)
+@settings(max_examples=100, deadline=None)
+def test_imbalance_is_bounded_and_every_replica_is_ranked_once(
+    queues: list[tuple[str, int]],
+    published: list[tuple[str, str, str]],
+    routed: list[tuple[str, str, str]],
+    hints: RequestHints,
+) -> None:
+    local = LocalAffinity()
+    for session, agent, replica in routed:
+        local.remember(replica, session, agent)
+    candidates = [ReplicaView(replica, queue) for replica, queue in queues]
+    ranking = rank_replicas(hints, candidates, snapshot(*published), local)
+    assert sorted(ranking.order) == sorted(replica for replica, _ in queues)
+    assert ranking.reason is not RouteReason.FALLBACK
+    queue, mean = dict(queues), sum(n for _, n in queues) / len(queues)
+    slack = {RouteReason.SESSION: SESSION_SLACK, RouteReason.ANCHOR: ANCHOR_SLACK}.get(ranking.reason, ANCHOR_SLACK)
+    assert queue[ranking.order[0]] <= max(min(queue.values()) + slack, mean * (1 + RELATIVE_SLACK))
+    assert rank_replicas(hints, candidates, snapshot(*published), local) == ranking, "the same knowledge decides alike"
+
+
+junk = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.lists(st.integers(), max_size=2)
+)
+odd_views = st.builds(ReplicaView, replica_id=junk | ids, queue_len=junk, node=junk, max_ongoing=junk) | junk
+odd_hints = st.builds(RequestHints, session=junk, agent=junk, sketch=junk, num_prompt_chars=junk) | junk
+
+
+@given(odd_hints, st.lists(odd_views, max_size=5) | junk, junk, junk)
+@settings(max_examples=200, deadline=None)
+def test_nothing_makes_routing_raise(hints: Any, candidates: Any, published: Any, local: Any) -> None:
+    ranking = rank_replicas(hints, candidates, published, local)
+    if isinstance(candidates, list):
+        readable = {v.replica_id for v in candidates if isinstance(v, ReplicaView) and isinstance(v.replica_id, str)}
+        assert readable <= set(ranking.order)
+
+
+def test_odd_input_falls_back_to_the_shortest_queue() -> None:
+    broken: Any = object()
+    ranking = rank_replicas(broken, views(3, 1, 2))
+    assert ranking == (["r1", "r2", "r0"], RouteReason.FALLBACK, 0)
+
+
+@pytest.mark.parametrize("bounds", [(0, 1), (1, 0)])
+def test_a_memory_that_holds_nothing_is_refused(bounds: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        LocalAffinity(*bounds)
+
+
+class AffinityMachine(RuleBasedStateMachine):
+    """The router's memory keeps its bounds and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.local = LocalAffinity(max_sessions=3, max_agents=2)
+
+    @rule(replica=ids, session=st.none() | st.sampled_from("uvwxyz"), agent=st.none() | st.sampled_from("abcd"))
+    def remember(self, replica: str, session: str | None, agent: str | None) -> None:
+        self.local.remember(replica, session, agent)
+        assert session is None or self.local.session_replica(session) == replica
+        assert agent is None or self.local.agent_replicas(agent)[0] == replica
+
+    @rule(alive=st.sets(ids))
+    def keep_only(self, alive: set[str]) -> None:
+        self.local.keep_only(alive)
+        assert all(self.local.session_replica(s) in {*alive, None} for s in "uvwxyz")
+
+    @invariant()
+    def integrity(self) -> None:
+        self.local.check_integrity()
+
+
+AffinityMachine.TestCase.settings = settings(max_examples=30, deadline=None)
+test_affinity_keeps_its_bounds = AffinityMachine.TestCase

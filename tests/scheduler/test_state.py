@@ -1,0 +1,243 @@
+"""The scheduler's state learns, publishes, survives JSON and files, and refuses what it cannot read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from ropewalk.agents.identity import AnchorSketch, anchor_sketch
+from ropewalk.scheduler.state import (
+    MAX_WARM_REPLICAS,
+    Observation,
+    SchedulerSettings,
+    SchedulerState,
+    Snapshot,
+    StateFormatError,
+    graph_payload,
+    load_state,
+    save_state,
+)
+
+SKETCHES = [
+    anchor_sketch(
+        {"messages": [{"role": "system", "content": "\n".join(f"{who} does {what} well." for what in whats)}]}
+    )
+    for who, whats in (
+        ("Planner", ["planning", "dividing", "asking", "ordering"]),
+        ("Coder", ["coding", "testing", "naming", "typing"]),
+        ("Critic", ["reading", "doubting", "proving", "grading"]),
+    )
+]
+
+
+def observation(session: str | None = "s", agent: str | None = None, **changes: Any) -> Observation:
+    values = {"sketch": None, "model": "m", "replica": "r0", "node": "n0", "time_s": 1.0, "prompt_tokens": 100}
+    return Observation(session, agent, **{**values, **changes})
+
+
+observations = st.builds(
+    Observation,
+    session=st.none() | st.sampled_from(["s1", "s2", "s3", ""]),
+    agent=st.none() | st.sampled_from(["planner", "coder", " "]),
+    sketch=st.none() | st.sampled_from(SKETCHES) | st.just(AnchorSketch()),
+    model=st.sampled_from(["m1", "m2"]),
+    replica=st.sampled_from(["r0", "r1", ""]),
+    node=st.sampled_from(["n0", "n1"]),
+    time_s=st.floats(0, 100) | st.just(float("nan")),
+    prompt_tokens=st.integers(-5, 5000),
+    cached_tokens=st.integers(0, 5000),
+    reused_tokens=st.integers(0, 5000),
+)
+
+
+def learned(batch: list[Observation]) -> SchedulerState:
+    state = SchedulerState()
+    for item in batch:
+        state.observe(item)
+    return state
+
+
+def test_hand_overs_are_learned_a_session_at_a_time() -> None:
+    state = learned([observation(s, a) for s, a in [("1", "a"), ("2", "x"), ("1", "b"), ("2", "y"), ("1", "b")]])
+    assert state.transitions.count("a", "b") == 1
+    assert state.transitions.count("x", "y") == 1
+    assert state.transitions.count("a", "x") == 0
+    assert state.transitions.count("b", "b") == 1
+
+
+def test_requests_without_a_session_teach_no_hand_over() -> None:
+    state = learned([observation(None, "a"), observation(None, "b")])
+    assert state.transitions.num_handovers == 0
+    assert {entry.agent for entry in state.registry.entries()} == {"a", "b"}
+
+
+def test_a_snapshot_says_what_a_router_asks() -> None:
+    state = learned(
+        [
+            observation("s", "planner", sketch=SKETCHES[0], time_s=1.0),
+            observation("s", "coder", replica="r1", node="n1", time_s=2.0, prompt_tokens=700),
+        ]
+    )
+    snapshot = state.snapshot()
+    assert snapshot.sessions["s"] == ("coder", ("r1", "r0"), 700)
+    assert snapshot.agent_of(None, SKETCHES[0]) == "planner"
+    assert snapshot.agent_of(None, SKETCHES[1]) is None
+    assert snapshot.agents["planner"].next[0][0] == "coder"
+    assert [w.replica for w in snapshot.agents["coder"].warm] == ["r1"]
+    assert snapshot.agents["coder"].survival == 1.0
+    assert snapshot.sessions_by_replica == {"r1": 1}
+
+
+def test_a_snapshot_carries_recent_sessions_only() -> None:
+    state = SchedulerState(SchedulerSettings(snapshot_sessions=2))
+    for i in range(5):
+        state.observe(observation(f"s{i}", "a", time_s=float(i)))
+    assert list(state.snapshot().sessions) == ["s4", "s3"]
+
+
+def test_an_evicted_agent_is_forgotten_everywhere() -> None:
+    state = SchedulerState(SchedulerSettings(max_agents=2))
+    for agent in "abc":
+        state.observe(observation("s", agent))
+    state.check_integrity()
+    assert "a" not in state.snapshot().agents
+    assert "a" not in state.transitions.agents
+
+
+def test_a_name_given_later_takes_over_what_was_learned() -> None:
+    state = SchedulerState()
+    unnamed = state.observe(observation("1", None, sketch=SKETCHES[0]))
+    state.observe(observation("1", "coder", time_s=2.0))
+    state.observe(observation("2", "planner", sketch=SKETCHES[0], time_s=3.0))
+    state.check_integrity()
+    assert unnamed not in state.snapshot().agents
+    assert state.transitions.count("planner", "coder") == 1
+
+
+def test_warm_replicas_are_bounded() -> None:
+    state = learned([observation(None, "a", replica=f"r{i}") for i in range(2 * MAX_WARM_REPLICAS)])
+    assert len(state.snapshot().agents["a"].warm) == MAX_WARM_REPLICAS
+
+
+@given(st.lists(observations, max_size=30))
+@settings(max_examples=50, deadline=None)
+def test_state_and_snapshot_survive_json(batch: list[Observation]) -> None:
+    state = learned(batch)
+    state.check_integrity()
+    data = state.to_dict()
+    restored = SchedulerState.from_dict(json.loads(json.dumps(data, allow_nan=False)))
+    restored.check_integrity()
+    assert restored.to_dict() == data
+    snapshot = state.snapshot()
+    again = Snapshot.from_dict(json.loads(json.dumps(snapshot.to_dict(), allow_nan=False)))
+    assert again.to_dict() == snapshot.to_dict()
+    assert state.num_observations + state.num_refused == len(batch)
+
+
+def test_the_payload_shows_agents_and_hand_overs() -> None:
+    state = learned([observation("s", a, cached_tokens=60) for a in ["a", "b", "a", "b"]])
+    payload = json.loads(json.dumps(graph_payload(state)))
+    assert payload["complete"] is True
+    assert [a["id"] for a in payload["agents"]] == ["a", "b"]
+    assert payload["agents"][0]["cached_tokens"] == 120
+    assert payload["transitions"][0] == {"source": "a", "target": "b", "count": 2, "probability": 1.0}
+    fallback = json.loads(json.dumps(graph_payload(state.snapshot())))
+    assert fallback["complete"] is False
+    assert fallback["transitions"] == payload["transitions"]
+
+
+# The state file
+
+
+def test_a_saved_state_is_loaded_again(tmp_path: Path) -> None:
+    state = learned([observation("s", a) for a in "abab"])
+    save_state(state.to_dict(), tmp_path / "deep" / "state.json")
+    loaded, reason = load_state(tmp_path / "deep" / "state.json", SchedulerSettings())
+    assert reason is None
+    assert loaded.to_dict() == state.to_dict()
+    assert [p.name for p in (tmp_path / "deep").iterdir()] == ["state.json"]
+
+
+def test_no_file_is_no_failure(tmp_path: Path) -> None:
+    state, reason = load_state(tmp_path / "state.json", SchedulerSettings())
+    assert reason is None
+    assert state.num_observations == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ('{"format": 999}', "unknown-format"),
+        ("[]", "unknown-format"),
+        ('{"format": 1, "version": 3}', "damaged"),
+        ('{"format": 1, "version": null}', "damaged"),
+        ("not json", "damaged"),
+        ("", "damaged"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_put_aside_by_name(tmp_path: Path, content: str, reason: str) -> None:
+    path = tmp_path / "state.json"
+    path.write_text(content)
+    state, found = load_state(path, SchedulerSettings())
+    assert found == reason
+    assert state.num_observations == 0
+    assert not path.exists()
+    assert (tmp_path / f"state.json.{reason}").read_text() == content
+
+
+def test_tables_that_contradict_each_other_are_damaged() -> None:
+    data = learned([observation("s", a) for a in "abab"]).to_dict()
+    data["transitions"]["rows"][0] = [[0, 3]]
+    with pytest.raises(StateFormatError, match="damaged"):
+        SchedulerState.from_dict(data)
+
+
+@pytest.mark.parametrize("field", ["epsilon", "tau", "max_hops", "max_agents", "max_sessions", "session_ttl_s"])
+def test_settings_without_sense_are_refused_by_name(field: str) -> None:
+    with pytest.raises(ValueError, match=f"scheduler.{field} must be .* got 0"):
+        SchedulerSettings(**{field: 0})
+
+
+class StateMachine(RuleBasedStateMachine):
+    """All tables keep speaking of the same agents, through renames, evictions and reloads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = SchedulerSettings(max_agents=3, max_sessions=3, session_ttl_s=30, snapshot_sessions=2)
+        self.state = SchedulerState(self.settings)
+
+    @rule(item=observations)
+    def observe(self, item: Observation) -> None:
+        version = self.state.version
+        agent = self.state.observe(item)
+        assert agent is None or self.state.version > version
+        assert agent is None or agent in self.state.registry
+
+    @rule()
+    def reload(self) -> None:
+        self.state = SchedulerState.from_dict(json.loads(json.dumps(self.state.to_dict())), self.settings)
+
+    @rule()
+    def clear(self) -> None:
+        version = self.state.version
+        self.state.clear()
+        assert self.state.version > version
+        assert not self.state.snapshot().agents
+
+    @invariant()
+    def integrity(self) -> None:
+        self.state.check_integrity()
+        snapshot = self.state.snapshot()
+        assert len(snapshot.agents) <= 3
+        assert len(snapshot.sessions) <= 2
+        assert all(view.survival <= 1 for view in snapshot.agents.values())
+
+
+StateMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+test_tables_stay_in_step = StateMachine.TestCase
