@@ -203,7 +203,7 @@ class Deployment:
             shown = lines
             if time.monotonic() > deadline:
                 raise StartError(f"not ready after {timeout_s:.0f} s: {'; '.join(lines)}")
-            time.sleep(0.5)
+            time.sleep(1.0)
 
     def stop(self, *, keep_logs: bool = False) -> None:
         """Stop what `start` has started; on a running cluster only the application."""

@@ -19,7 +19,14 @@ STAGES = (
 """vLLM's log lines and the stage that each one begins, latest first."""
 
 _ERROR = re.compile(r"(?:^|\s)((?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Exit|Interrupt)): (\S.*)")
-_VAGUE = ("Engine core initialization failed", "Engine core proc", "WorkerProc initialization failed", "cancelled by")
+_PREFIX = re.compile(r"^(\x1b\[[\d;]*m)*(\(\w+ pid=\d+\)(\x1b\[[\d;]*m)* )?([A-Z]+ \d\d-\d\d [\d:]+ \[[\w.]+:\d+\] ?)?")
+_VAGUE = (
+    "Engine core initialization failed",
+    "Engine core proc",
+    "WorkerProc initialization failed",
+    "cancelled by",
+    "Worker failed with error",
+)
 """Errors that only report that another process failed; the other process's log says why."""
 
 
@@ -98,14 +105,18 @@ def failure(details: Mapping[str, Any], log_dir: Path | None) -> str | None:
 
 def true_reason(texts: Iterable[str]) -> str:
     """The last error line of the first text that holds a telling one; else the last vague one."""
+    texts = list(texts)
     vague = ""
     for text in texts:
         telling = ""
-        for line in text.splitlines():
+        lines = text.splitlines()
+        for number, line in enumerate(lines):
             found = _ERROR.search(line)
             if found is None:
                 continue
             message = f"{found[1]}: {found[2]}".strip()
+            if "validation error" in message:  # pydantic says on the next lines which field it was and why
+                message = " ".join([message, *(_bare(more) for more in lines[number + 1 : number + 3])])
             if any(words in message for words in _VAGUE):
                 vague = message
             else:
@@ -113,3 +124,8 @@ def true_reason(texts: Iterable[str]) -> str:
         if telling:
             return telling
     return vague or " ".join(text.strip() for text in texts if text.strip())[-500:] or "no reason was logged"
+
+
+def _bare(line: str) -> str:
+    """A log line without vLLM's prefix of process, level and place."""
+    return _PREFIX.sub("", line).strip()

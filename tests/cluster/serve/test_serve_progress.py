@@ -45,6 +45,15 @@ def test_the_true_reason_is_the_error_of_the_process_that_failed_first() -> None
     assert true_reason([FAILED]) == "ValueError: To serve at least one request 3.2 GiB is needed"
 
 
+def test_a_reason_over_several_lines_is_told_whole() -> None:
+    log = """(Worker pid=3) ERROR 11-29 18:40:01 [worker.py:1] pydantic.ValidationError: 1 validation error for Settings
+(Worker pid=3) ERROR 11-29 18:40:01 [worker.py:1] min_run
+(Worker pid=3) ERROR 11-29 18:40:01 [worker.py:1]   Input should be greater than 0
+"""
+    reason = true_reason([log])
+    assert reason == "pydantic.ValidationError: 1 validation error for Settings min_run Input should be greater than 0"
+
+
 def test_a_vague_reason_is_better_than_none() -> None:
     assert "Engine core initialization failed" in true_reason(["RuntimeError: Engine core initialization failed. See"])
     assert true_reason(["", "the replica went away"]) == "the replica went away"
