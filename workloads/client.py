@@ -83,8 +83,9 @@ class ChatClient:
         self._http = httpx.AsyncClient(
             headers=headers,
             timeout=httpx.Timeout(config.timeout_s, connect=CONNECT_TIMEOUT_S),
-            # Waiting for a free connection would be measured as the server's time.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            # Waiting for a free connection would be measured as the server's time. Idle connections are dropped before
+            # the server does it (uvicorn: after 5 s), so that none is used while it is being closed.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0),
             # A proxy from the environment is for the outside world.
             trust_env=url.hostname not in ("127.0.0.1", "::1", "localhost"),
             verify=url.scheme == "https",  # without TLS there is nothing to verify, and loading certificates is slow

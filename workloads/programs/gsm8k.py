@@ -220,6 +220,12 @@ class Gsm8kProgram:
         for number in itertools.count(index * QUESTIONS_PER_SESSION):
             yield self._questions[self._order[number % len(self._order)]]
 
+    def _other_question(self, session: int, rng: random.Random) -> Question:
+        """Any question but those of this session (any at all, if the set has no others)."""
+        count = len(self._order)
+        place = session * QUESTIONS_PER_SESSION + rng.randrange(min(QUESTIONS_PER_SESSION, count - 1), count)
+        return self._questions[self._order[place % count]]
+
     def _header(self, session: int, turn: int) -> str:
         if self._headers == "none":
             return ""
@@ -230,8 +236,8 @@ class Gsm8kProgram:
         budget = rng.randint(*RETRIEVED_TOKENS) * CHARACTERS_PER_TOKEN
         snippets: list[str] = []
         while budget >= SHORTEST_SNIPPET:
-            snippet = _cut(rng.choice(self._questions).text, budget)
-            snippets.append(f"[{len(snippets) + 1}] {snippet}")
+            text = self._other_question(session, rng).text
+            snippets.append(f"[{len(snippets) + 1}] {_cut(text, budget)}")
             budget -= len(snippets[-1]) + 1
         lines = [f"Current time: {time:%Y-%m-%dT%H:%M:%SZ}", f"Request: {request}", "Retrieved context:", *snippets]
         return "\n".join(lines)
