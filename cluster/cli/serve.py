@@ -19,6 +19,8 @@ from ropewalk.cluster.config import ClusterConfig, ConfigError, load_config, par
 
 DEFAULT_CONFIG = Path("serve.yaml")
 
+PARENT_CHECK_S = 1.0
+
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Register the subcommand."""
@@ -35,6 +37,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--address", help="connect to a running Ray cluster ('auto') instead of starting one")
     parser.add_argument("--detach", action="store_true", help="with --address: deploy, then leave it running")
     parser.add_argument("--start-timeout", type=float, default=900.0, metavar="SECONDS", help="give up after this long")
+    parser.add_argument("--parent", type=int, metavar="PID", help="stop when this process, the parent, is gone")
     parser.add_argument("--ready-file", type=Path, help="write the endpoint here as JSON once everything is ready")
     return parser
 
@@ -58,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     # Ray and vLLM write to stderr from many places, also from C++: all of it goes to a file.
     noise = tempfile.NamedTemporaryFile(prefix="ropewalk-serve-", suffix=".log", delete=False)  # noqa: SIM115
     stopping = threading.Event()
-    deployment = Deployment(config, report=_say, address=args.address)
+    deployment = Deployment(config, report=_say, address=args.address, orphaned=lambda: _orphaned(args.parent))
     code = 0
     with _stderr_to(noise.fileno()) as errors:
         try:
@@ -69,8 +72,9 @@ def run(args: argparse.Namespace) -> int:
             _announce(config, deployment, args.ready_file)
             if args.detach:
                 return 0
-            stopping.wait()
-        except KeyboardInterrupt:
+            while not stopping.wait(PARENT_CHECK_S) and not _orphaned(args.parent):
+                pass
+        except (KeyboardInterrupt, SystemExit):  # Ray answers SIGTERM with the latter
             code = 130
         except StartError as error:
             code = 1
@@ -145,6 +149,10 @@ def _explain_failure(reason: str, log_dir: Path | None, noise: str, errors: Text
 
 def _say(line: str) -> None:
     print(line, flush=True)
+
+
+def _orphaned(parent: int | None) -> bool:
+    return parent is not None and os.getppid() != parent
 
 
 def _interrupt_on(number: signal.Signals) -> None:

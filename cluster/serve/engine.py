@@ -16,7 +16,7 @@ from ropewalk.cluster.engine.request import RequestReport
 from ropewalk.cluster.engine.settings import EngineSettings
 
 
-class AgentEngine(VLLMEngine):  # type: ignore[misc]
+class AgentEngine(VLLMEngine):
     """Stock `VLLMEngine` whose engine client plans each request."""
 
     def __init__(self, llm_config: Any, *, settings: EngineSettings) -> None:
@@ -44,7 +44,7 @@ class AgentEngine(VLLMEngine):  # type: ignore[misc]
         return self.planned.status() if self.planned else {}
 
 
-class LocalModelCallback(CallbackBase):  # type: ignore[misc]
+class LocalModelCallback(CallbackBase):
     """Skips Ray's download step, which costs a process and its imports, for models that are files already."""
 
     async def on_before_node_init(self) -> None:

@@ -49,7 +49,7 @@ async def _unknown_model(request: Request, error: Exception) -> Response:
     return JSONResponse(answer.model_dump(), status_code=answer.error.code)
 
 
-class AgentIngress(OpenAiIngress):  # type: ignore[misc]
+class AgentIngress(OpenAiIngress):
     """Routes of the endpoint. Requests go to the model's deployment unchanged; only errors are shaped here."""
 
     def __init__(

@@ -75,9 +75,17 @@ class Deployment:
     and nothing else: the processes are remembered by pid.
     """
 
-    def __init__(self, config: ClusterConfig, *, report: Report, address: str | None = None) -> None:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        *,
+        report: Report,
+        address: str | None = None,
+        orphaned: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.config = config
         self.address = address
+        self._orphaned = orphaned
         self._report = report
         self._started_at = time.monotonic()
         self._work_dir: Path | None = None
@@ -201,6 +209,8 @@ class Deployment:
                 if line not in shown:
                     self.say(line)
             shown = lines
+            if self._orphaned():
+                raise StartError("the process that wanted this cluster is gone")
             if time.monotonic() > deadline:
                 raise StartError(f"not ready after {timeout_s:.0f} s: {'; '.join(lines)}")
             time.sleep(1.0)
@@ -310,6 +320,7 @@ class LocalCluster:
         ready_file = self._directory / "ready.json"
         command = [sys.executable, "-m", "ropewalk.cluster.cli", "serve", str(settings)]
         command += ["--ready-file", str(ready_file), "--start-timeout", str(self._start_timeout_s)]
+        command += ["--parent", str(os.getpid())]
         self._process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )

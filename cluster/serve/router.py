@@ -18,7 +18,7 @@ from ropewalk.scheduler.routing import LocalAffinity, ReplicaView, RequestHints,
 logger = logging.getLogger("ray.serve")
 
 
-class AgentRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type: ignore[misc]
+class AgentRouter(LocalityMixin, MultiplexMixin, RequestRouter):
     """Session affinity, anchor affinity and load, over the scheduler's last snapshot and its own memory.
 
     Requests are matched to the replica chosen for *them* (no FIFO mixin, which may hand a choice to another request).

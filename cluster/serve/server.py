@@ -22,7 +22,7 @@ from ropewalk.cluster.serve.settings import RESERVED_FIELDS, RequestRefused, rea
 from ropewalk.scheduler.state import SchedulerSettings
 
 
-class PlainServer(LLMServer):  # type: ignore[misc]
+class PlainServer(LLMServer):
     """Stock vLLM as Ray Serve LLM runs it: the baseline. Nothing but Ray's usage telemetry is left out."""
 
     async def __init__(self, llm_config: Any) -> None:  # type: ignore[misc]
@@ -38,7 +38,7 @@ class PlainServer(LLMServer):  # type: ignore[misc]
         return {"pid": os.getpid()}
 
 
-class AgentServer(LLMServer):  # type: ignore[misc]
+class AgentServer(LLMServer):
     """Reads the `ropewalk` field and headers, gives them to the planned engine, and explains what happened."""
 
     async def __init__(  # type: ignore[misc]
