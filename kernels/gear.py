@@ -64,7 +64,7 @@ def chunk_limits(tokens: npt.NDArray[np.integer], sizes: ChunkSizes) -> list[int
     """
     num_tokens = len(tokens)
     # Behind the minimum, candidates arrive with probability 1 / (mean - minimum): the mean length is then `mean`.
-    threshold = np.uint64((1 << 64) // (sizes.mean - sizes.minimum))
+    threshold = np.uint64(min((1 << 64) // (sizes.mean - sizes.minimum), (1 << 64) - 1))
     candidates = np.flatnonzero(gear_hash(tokens) < threshold) + 1
     limits: list[int] = []
     start = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,9 +42,15 @@ class ChunkHeader:
         return len(self.tokens)
 
 
-def checksum(rows: torch.Tensor, tokens: Tokens) -> str:
-    """Return the xxh3-64 of the rows' and tokens' bytes. `rows` is a contiguous CPU tensor of any dtype."""
+def checksum(metadata: Mapping[str, str], rows: torch.Tensor, tokens: Tokens) -> str:
+    """Return the xxh3-64 of everything that a chunk says. `rows` is a contiguous CPU tensor of any dtype.
+
+    A wrong `start` would turn keys wrongly, so the metadata counts as much as the rows.
+    """
     hasher = xxhash.xxh3_64()
+    for name in sorted(metadata):
+        if name != "checksum":
+            hasher.update(f"{name}={metadata[name]}\n".encode())
     hasher.update(rows.view(torch.uint8).numpy().data if rows.numel() else b"")
     hasher.update(tokens.tobytes())
     return hasher.hexdigest()
@@ -64,8 +71,8 @@ def write_chunk(path: Path, header: ChunkHeader, rows: torch.Tensor) -> int:
         "tenant": header.tenant,
         "domain": header.domain.value,
         "start": str(header.start),
-        "checksum": checksum(rows, header.tokens),
     }
+    metadata["checksum"] = checksum(metadata, rows, header.tokens)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -91,15 +98,15 @@ def read_chunk(path: Path) -> tuple[ChunkHeader, torch.Tensor]:
 
     Raises `FileNotFoundError` when there is none and `ChunkCorrupt` when it is damaged or its checksum does not fit.
     """
-    header, rows, expected = _read(path, with_rows=True)
+    header, rows, metadata = _read(path, with_rows=True)
     assert rows is not None
-    found = checksum(rows, header.tokens)
-    if found != expected:
-        raise ChunkCorrupt(f"{path.name}: checksum is {found}, should be {expected}")
+    found = checksum(metadata, rows, header.tokens)
+    if found != metadata.get("checksum"):
+        raise ChunkCorrupt(f"{path.name}: checksum is {found}, should be {metadata.get('checksum')}")
     return header, rows
 
 
-def _read(path: Path, *, with_rows: bool) -> tuple[ChunkHeader, torch.Tensor | None, str]:
+def _read(path: Path, *, with_rows: bool) -> tuple[ChunkHeader, torch.Tensor | None, dict[str, str]]:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -120,4 +127,4 @@ def _read(path: Path, *, with_rows: bool) -> tuple[ChunkHeader, torch.Tensor | N
         raise
     except (SafetensorError, KeyError, ValueError, OSError) as error:
         raise ChunkCorrupt(f"{path.name}: {error}") from error
-    return header, rows, metadata.get("checksum", "")
+    return header, rows, metadata

@@ -1,0 +1,175 @@
+"""Plans, against a store that remembers every prompt's tokens and KV provenance by brute force."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ropewalk.cluster.store.chunk import ChunkHeader
+from ropewalk.kernels.gear import ChunkSizes
+from ropewalk.kernels.keys import HEAD_LENGTH, Domain, as_tokens, content_key, head_key
+from ropewalk.scheduler.planner import Plan, PlannerSettings, make_plan, pieces
+
+TENANT = "t"
+SMALL = PlannerSettings(ChunkSizes(mean=48, minimum=32, maximum=96), carve_out=32, min_run=40)
+
+
+class MemoryIndex:
+    """A chunk index in dictionaries."""
+
+    def __init__(self) -> None:
+        self.chunks: dict[str, ChunkHeader] = {}
+
+    def save(self, tokens: np.ndarray, plan: Plan, settings: PlannerSettings) -> None:
+        for piece in pieces(tokens, TENANT, settings.chunks, plan.runs):
+            part = tokens[piece.start : piece.end]
+            self.chunks[piece.chain] = ChunkHeader(
+                piece.chain, piece.parent, content_key(TENANT, part), TENANT, piece.domain, piece.start, part
+            )
+
+    def by_chain(self, chain: str) -> ChunkHeader | None:
+        return self.chunks.get(chain)
+
+    def by_content(self, content: str) -> list[ChunkHeader]:
+        return [chunk for chunk in self.chunks.values() if chunk.content == content]
+
+    def by_head(self, head: str) -> list[ChunkHeader]:
+        return [c for c in self.chunks.values() if len(c) >= HEAD_LENGTH and head_key(TENANT, c.tokens) == head]
+
+
+def check(plan: Plan, tokens: np.ndarray, index: MemoryIndex, settings: PlannerSettings) -> None:
+    """Check a plan against the tokens and the chunks that it names."""
+    plan.check_integrity()
+    own = {piece.chain: piece for piece in pieces(tokens, TENANT, settings.chunks, plan.runs)}
+    for segment in plan.segments:
+        length = segment.end - segment.start
+        if segment.chunk in index.chunks:
+            chunk = index.chunks[segment.chunk]
+            assert np.array_equal(chunk.tokens[segment.offset :][:length], tokens[segment.start : segment.end])
+            assert segment.turn == segment.start - (chunk.start + segment.offset)
+            if not segment.reused:
+                assert (segment.turn, chunk.domain) == (0, Domain.EXACT)
+        else:
+            piece = own[segment.chunk]  # what a stage is going to save
+            assert not segment.reused
+            assert piece.start + segment.offset == segment.start
+            assert segment.end <= piece.end
+        if segment.reused:
+            assert segment.start >= settings.carve_out
+    assert all(end - start >= settings.min_run or start == plan.exact_end for start, end in plan.runs)
+
+
+def words(seed: int, count: int, vocabulary: int = 50_000) -> np.ndarray:
+    return as_tokens(np.random.default_rng(seed).integers(0, vocabulary, count))
+
+
+def serve(tokens: np.ndarray, index: MemoryIndex, settings: PlannerSettings, *, reuse: bool) -> Plan:
+    plan = make_plan(tokens, TENANT, index, settings, reuse=reuse)
+    check(plan, tokens, index, settings)
+    index.save(tokens, plan, settings)
+    return plan
+
+
+parts = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 250)), min_size=1, max_size=5)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(parts, st.booleans()), min_size=1, max_size=6))
+def test_any_sequence_of_prompts_made_of_shared_parts_gives_sound_plans(prompts):
+    index = MemoryIndex()
+    for spec, reuse in prompts:
+        tokens = np.concatenate([words(seed, length) for seed, length in spec])
+        if len(tokens):
+            serve(as_tokens(tokens), index, SMALL, reuse=reuse)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 1), min_size=1, max_size=600), st.booleans())
+def test_repetitive_prompts_give_sound_plans(bits, reuse):
+    index = MemoryIndex()
+    for tokens in (as_tokens(bits), as_tokens(bits[::-1]), as_tokens(bits + bits)):
+        serve(tokens, index, SMALL, reuse=reuse)
+
+
+@pytest.mark.parametrize("header", [50, 99, 200])
+@pytest.mark.parametrize("length", [512, 1024, 1500, 4096])
+def test_a_body_behind_a_changed_header_is_reused_to_its_first_token(header, length):
+    index, body = MemoryIndex(), words(1, length)
+    serve(as_tokens(np.concatenate([words(2, 128), body])), index, PlannerSettings(), reuse=False)
+    tokens = as_tokens(np.concatenate([words(3, header), body, words(4, 20)]))
+    plan = serve(tokens, index, PlannerSettings(), reuse=True)
+    assert plan.runs == ((header, header + length),)
+    assert plan.stages == (header,)
+
+
+def test_exact_mode_never_takes_kv_from_another_place_or_domain():
+    index, body = MemoryIndex(), words(1, 1500)
+    serve(as_tokens(np.concatenate([words(2, 128), body])), index, PlannerSettings(), reuse=True)
+    tokens = as_tokens(np.concatenate([words(3, 99), body]))
+    serve(tokens, index, PlannerSettings(), reuse=True)
+    plan = serve(tokens, index, PlannerSettings(), reuse=False)
+    assert plan.runs == ()
+    assert plan.exact_end <= 99 + 1
+
+
+def test_the_same_prompt_again_computes_its_last_token_only():
+    index, tokens = MemoryIndex(), words(1, 777)
+    serve(tokens, index, PlannerSettings(), reuse=False)
+    assert make_plan(tokens, TENANT, index, PlannerSettings(), reuse=False).gaps() == [(776, 777)]
+
+
+def test_a_longer_history_continues_the_exact_chain_through_the_last_short_chunk():
+    index, tokens = MemoryIndex(), words(1, 900)
+    serve(as_tokens(tokens[:700]), index, PlannerSettings(), reuse=False)
+    plan = make_plan(tokens, TENANT, index, PlannerSettings(), reuse=False)
+    assert plan.exact_end >= 700 - HEAD_LENGTH
+
+
+def test_a_turn_that_repeats_a_reused_prompt_keeps_where_exactness_ends():
+    """The reuse domain's block hashes start there: if it moved, the session's own blocks would not be found again."""
+    index, body = MemoryIndex(), words(1, 1500)
+    serve(as_tokens(np.concatenate([words(2, 128), body])), index, PlannerSettings(), reuse=True)
+    tokens = as_tokens(np.concatenate([words(3, 99), body, words(4, 300)]))
+    first = serve(as_tokens(tokens[:1700]), index, PlannerSettings(), reuse=True)
+    second = serve(tokens, index, PlannerSettings(), reuse=True)
+    assert first.first_inexact == second.first_inexact == 99
+    assert second.num_reused > first.num_reused
+
+
+def test_an_exact_version_is_preferred_to_a_reused_one():
+    index, body = MemoryIndex(), words(1, 600)
+    exact = serve(as_tokens(np.concatenate([words(2, 64), body])), index, PlannerSettings(), reuse=False)
+    for chain, chunk in list(index.chunks.items()):
+        copy = ChunkHeader(f"0{chain}", "", chunk.content, TENANT, Domain.REUSE, chunk.start, chunk.tokens)
+        index.chunks = {copy.chain: copy, **index.chunks}
+    plan = make_plan(as_tokens(np.concatenate([words(3, 80), body])), TENANT, index, PlannerSettings(), reuse=True)
+    assert exact.runs == ()
+    assert {index.chunks[s.chunk].domain for s in plan.segments if s.reused} == {Domain.EXACT}
+
+
+def test_the_attention_sink_is_never_reused():
+    index, body = MemoryIndex(), words(1, 800)
+    serve(as_tokens(np.concatenate([words(2, 64), body])), index, PlannerSettings(), reuse=False)
+    plan = serve(body, index, PlannerSettings(carve_out=32), reuse=True)
+    assert plan.first_inexact == 32
+
+
+def test_runs_too_short_to_pay_for_a_stage_are_computed():
+    index, body = MemoryIndex(), words(1, 100)
+    serve(as_tokens(np.concatenate([words(2, 128), body])), index, PlannerSettings(), reuse=False)
+    tokens = as_tokens(np.concatenate([words(3, 200), body, words(4, 50)]))
+    assert make_plan(tokens, TENANT, index, PlannerSettings(min_run=101), reuse=True).runs == ()
+
+
+def test_a_plan_survives_the_way_through_json():
+    index, body = MemoryIndex(), words(1, 800)
+    serve(as_tokens(np.concatenate([words(2, 64), body])), index, PlannerSettings(), reuse=False)
+    plan = serve(as_tokens(np.concatenate([words(3, 99), body])), index, PlannerSettings(), reuse=True)
+    assert plan.num_reused > 0
+    assert Plan.from_params(plan.to_params()) == plan
+
+
+@pytest.mark.parametrize("settings_", [{"carve_out": -1}, {"min_run": 0}])
+def test_impossible_settings_are_refused(settings_):
+    with pytest.raises(ValueError, match=next(iter(settings_))):
+        PlannerSettings(**settings_)
