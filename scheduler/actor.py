@@ -196,6 +196,7 @@ class SchedulerClient:
         self._snapshot = EMPTY_SNAPSHOT
         self._refreshed_s: float | None = None
         self._actor: Any = None
+        self._found: tuple[Any, Any] | None = None  # an actor that has not answered yet, and the answer awaited
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._closed = False
@@ -229,9 +230,13 @@ class SchedulerClient:
         return await asyncio.to_thread(self.graph_blocking)
 
     def graph_blocking(self) -> dict[str, Any]:
-        """`graph` for callers without an event loop; waits at most `CALL_TIMEOUT_S` and the time to find the actor."""
+        """`graph` for callers without an event loop; waits at most `CALL_TIMEOUT_S`."""
+        self._ensure_thread()
         try:
-            payload: dict[str, Any] = self._call("graph")
+            actor = self._actor
+            if actor is None:
+                raise _StartingError if ray.is_initialized() else _NoRayError
+            payload: dict[str, Any] = self._await(actor.graph.remote())
         except Exception as error:
             reason = self._note_failure(error)
             return {**graph_payload(self._snapshot), "reason": reason}
@@ -310,19 +315,25 @@ class SchedulerClient:
             self._snapshot = snapshot
         self._refreshed_s = time.monotonic()
 
-    def _call(self, method: str) -> Any:
-        return self._await(getattr(self._connect(), method).remote())
-
     def _connect(self) -> Any:
-        actor = self._actor
-        if actor is None:
-            if not ray.is_initialized():
-                raise _NoRayError
+        """The actor once it has answered. Runs in the client's thread only; tried again after every failure."""
+        if self._actor is not None:
+            return self._actor
+        if not ray.is_initialized():
+            raise _NoRayError
+        if self._found is None:
             if self._create:
                 actor = get_or_create_scheduler(self._settings)
             else:
                 actor = ray.get_actor(ACTOR_NAME, namespace=ACTOR_NAMESPACE)
-            self._actor = actor
+            self._found = (actor, actor.pid.remote())
+        actor, answer = self._found
+        try:
+            # A process takes seconds to start on a busy machine: nothing is sent before it has answered once.
+            self._await(answer)
+        except TimeoutError as error:
+            raise _StartingError from error
+        self._actor, self._found = actor, None
         return actor
 
     @staticmethod
@@ -337,10 +348,14 @@ class SchedulerClient:
             first = not self._failures[reason]
             self._failures[reason] += 1
         if reason in ("scheduler-died", "scheduler-error"):
-            self._actor = None
+            self._actor = self._found = None
         if first:
             logger.warning("scheduler: %s (%s); serving goes on with the last snapshot", reason, error)
         return reason
+
+
+class _StartingError(RuntimeError):
+    """The actor is there but has not answered yet."""
 
 
 class _NoRayError(RuntimeError):
@@ -351,6 +366,8 @@ def failure_reason(error: Exception) -> str:
     """The name under which a failed call is counted."""
     if isinstance(error, _NoRayError):
         return "ray-not-started"
+    if isinstance(error, _StartingError):
+        return "scheduler-starting"
     if isinstance(error, ActorUnavailableError):
         return "scheduler-restarting"
     if isinstance(error, ActorDiedError | RayActorError):
