@@ -112,6 +112,8 @@ class Deployment:
             os.environ[LOOPBACK_VARIABLE] = "1"
             # Ray runs workers at 15, so that on a busy machine every other process would slow down the engines.
             os.environ.setdefault("RAY_worker_niceness", "0")
+            # Ray's 0.1 s costs some percent of a core all the time; nothing here changes that fast.
+            os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.3")
             self._work_dir = _short_temp_dir()
             self.say(f"starting Ray on 127.0.0.1 (logs: {self._work_dir}/session_latest/logs)")
         else:
