@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
             f"cannot listen on {config.http.host}:{config.http.port}: {problem}; choose another with --port"
         )
     try:
-        resolve_sources(config)
+        sources = resolve_sources(config)
     except ConfigError as error:
         raise UserError(str(error)) from None
 
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     with _stderr_to(noise.fileno()) as errors:
         try:
             _interrupt_on(signal.SIGTERM)
-            deployment.start(timeout_s=args.start_timeout)
+            deployment.start(sources, timeout_s=args.start_timeout)
             for number in (signal.SIGINT, signal.SIGTERM):  # Ray has installed a handler of its own
                 signal.signal(number, lambda *_: stopping.set())
             _announce(config, deployment, args.ready_file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -127,9 +128,7 @@ def _llm_config(config: ClusterConfig, model: ModelConfig, source: str, store_ro
         deployment["request_router_config"] = RequestRouterConfig(
             request_router_class=AgentRouter, request_router_kwargs={"scheduler": config.scheduler.enabled}
         )
-    bundle = {"CPU": float(cpus_per_replica(config, model))}
-    if model.gpus_per_replica:
-        bundle["GPU"] = model.gpus_per_replica
+    bundle = worker_bundle(config, model)
     return LLMConfig(
         model_loading_config={"model_id": model.name, "model_source": source},
         engine_kwargs=engine_kwargs(model, settings),
@@ -139,6 +138,16 @@ def _llm_config(config: ClusterConfig, model: ModelConfig, source: str, store_ro
         experimental_configs={"stream_batching_interval_ms": 0},
         callback_config={"callback_class": LocalModelCallback} if Path(source).is_dir() else {},
     )
+
+
+def worker_bundle(config: ClusterConfig, model: ModelConfig) -> dict[str, float]:
+    """What one worker of a replica reserves; tensor and pipeline parallel replicas have several workers."""
+    parallel = ("tensor_parallel_size", "pipeline_parallel_size")
+    num_workers = math.prod(int(model.engine_args.get(name, 1)) for name in parallel)
+    bundle = {"CPU": float(max(1, cpus_per_replica(config, model) // num_workers))}
+    if model.gpus_per_replica:
+        bundle["GPU"] = model.gpus_per_replica / num_workers
+    return bundle
 
 
 def _model_deployment(config: ClusterConfig, model: ModelConfig, llm_config: LLMConfig, store_root: Path) -> Any:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import yaml
 
-from ropewalk.cluster.config import ClusterConfig, resolve_sources
+from ropewalk.cluster.config import ClusterConfig
 from ropewalk.cluster.serve import progress
 from ropewalk.cluster.serve.loopback import LOOPBACK_VARIABLE
 
@@ -97,9 +97,11 @@ class Deployment:
         """Report progress with the seconds since the start."""
         self._report(f"[{time.monotonic() - self._started_at:6.1f} s] {message}")
 
-    def start(self, *, timeout_s: float) -> None:
-        """Start Ray, deploy, and return when every replica is ready. Raises `StartError`."""
-        sources = resolve_sources(self.config)
+    def start(self, sources: Mapping[str, str], *, timeout_s: float) -> None:
+        """Start Ray, deploy, and return when every replica is ready. Raises `StartError`.
+
+        `sources`: what vLLM loads, by model name (`ropewalk.cluster.config.resolve_sources`).
+        """
         self._start_ray()
         self._deploy(sources)
         self._wait_until_ready(timeout_s)
@@ -157,13 +159,17 @@ class Deployment:
         """Directory of the chunk store; a temporary one in memory unless the settings name one."""
         if self.config.store.root is not None:
             return self.config.store.root
+        if self.address is not None:  # every node needs the same path, and the cluster outlives this process
+            from ropewalk.cluster.engine.settings import default_store_root
+
+            return default_store_root()
         if self._store_dir is None:
             shared_memory = Path("/dev/shm")
             parent = shared_memory if os.access(shared_memory, os.W_OK) else Path(tempfile.gettempdir())
             self._store_dir = Path(tempfile.mkdtemp(prefix="ropewalk-store-", dir=parent))
         return self._store_dir
 
-    def _deploy(self, sources: dict[str, str]) -> None:
+    def _deploy(self, sources: Mapping[str, str]) -> None:
         self.say("Ray is up; importing Ray Serve and vLLM")
         from ray import serve
         from ray.serve.schema import LoggingConfig
