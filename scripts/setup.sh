@@ -78,6 +78,13 @@ link_packages() {  # mypy follows plain directories, not the mapping in pyprojec
   done
 }
 
+mkdir -p build
+exec 9>build/setup.lock
+if command -v flock >/dev/null && ! flock -n 9; then
+  say "waiting for another setup of this directory"
+  flock 9
+fi
+
 if [ -e "$running" ]; then
   say "an earlier setup was interrupted; starting over"
   rm -rf "$venv"

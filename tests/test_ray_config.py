@@ -154,3 +154,25 @@ def test_nodes_get_the_repository_set_it_up_and_serve_from_it(name: str) -> None
     assert (ROOT / script[1]).is_file()
     assert config["head_start_ray_commands"][-1].startswith("cd ~/ropewalk && ")
     assert "serve.yaml --address auto --detach" in config["head_start_ray_commands"][-1]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_rays_and_our_command_lines_are_understood(name: str) -> None:
+    import argparse
+
+    import click
+    from ray.scripts.scripts import start
+
+    from ropewalk.cluster.cli import serve
+
+    config = variant(name)
+    commands = [*config["head_start_ray_commands"], *config["worker_start_ray_commands"]]
+    for command in commands:
+        if "ray start " in command:
+            arguments = command.split("ray start ")[1].split()
+            start.make_parser(click.Context(start)).parse_args(arguments)  # raises for an option that does not exist
+    parser = argparse.ArgumentParser()
+    serve.add_parser(parser.add_subparsers())
+    ours = next(command for command in commands if "ropewalk serve" in command)
+    options = parser.parse_args(ours.split("bin/ropewalk ")[1].split())
+    assert (options.config, options.address, options.detach) == (Path("serve.yaml"), "auto", True)
