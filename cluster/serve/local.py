@@ -186,10 +186,11 @@ class Deployment:
         self._app_name = APP_NAME
         if (settings := scheduler_settings(self.config)) is not None:
             get_or_create_scheduler(settings)
+        quiet = LoggingConfig(enable_access_log=False, log_level="WARNING")
         serve.start(
             http_options={"host": self.config.http.host, "port": self.config.http.port},
             proxy_location="HeadOnly" if self.address is None else "EveryNode",
-            logging_config=LoggingConfig(enable_access_log=False, log_level="WARNING"),
+            logging_config=quiet,
         )
         if self.address is not None and APP_NAME in serve.status().applications:
             serve.delete(APP_NAME)  # an application that failed cannot be deployed over
@@ -197,7 +198,7 @@ class Deployment:
         replicas = ", ".join(f"{model.name} x {model.replicas}" for model in self.config.models)
         self.say(f"deploying {replicas}")
         serve.run_many(
-            [serve.RunTarget(application, name=APP_NAME, route_prefix="/")],
+            [serve.RunTarget(application, name=APP_NAME, route_prefix="/", logging_config=quiet)],
             wait_for_applications_running=False,
         )
 
