@@ -27,7 +27,8 @@ typecheck: setup ## types; strict where a package imports neither Ray nor vLLM
 	MYPYPATH=build/links $(BIN)/mypy $(addprefix -p ,$(PYTHON_PACKAGES))
 
 bench: setup ## everything under benchmarks/, as ratios measured in one run
-	@set -e; for file in $(sort $(wildcard benchmarks/bench_*.py)); do echo "== $$file"; $(BIN)/python $$file $(ARGS); done
+	@set -e; for name in $(sort $(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py))); do \
+	  echo "== $$name"; $(BIN)/python -m benchmarks.$$name $(ARGS); done
 
 clean: ## remove what was built or measured; .venv and downloaded models stay
 	rm -rf out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
