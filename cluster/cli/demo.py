@@ -34,8 +34,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "demo",
         help="compare plain vLLM with Ropewalk on this machine",
-        description=f"Start a cluster on this machine with {REPLICAS} replicas of plain vLLM "
-        f"and {REPLICAS} of Ropewalk ({MODEL_SOURCE}), replay the same six-agent GSM8K sessions on both in turn, print the comparison, stop.",
+        description=f"Start a cluster on this machine with {REPLICAS} replicas of plain vLLM and {REPLICAS} of "
+        f"Ropewalk ({MODEL_SOURCE}), replay the same six-agent GSM8K sessions on both in turn, print the "
+        "comparison, stop.",
     )
     parser.add_argument("--sessions", type=int, default=6, metavar="N", help="default: %(default)s")
     parser.add_argument("--turns", type=int, default=8, metavar="T", help="requests a session (default: %(default)s)")
