@@ -23,7 +23,7 @@ import json
 import math
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +77,12 @@ SPLIT_COVERED = 0.9
 STEADY_SUPPORT = 0.85
 """Pieces shown by this share of the sessions belong to all agents below a profile and say nothing about a split."""
 
+SHORTLIST = 8
+"""Agents compared in full: those with the rarest pieces in common. A piece that more agents hold picks none of them."""
+
+MATCHES_KEPT = 1024
+"""Answers remembered an index, about 1 MB."""
+
 FOLD_LOOKALIKES = 8
 """So many agents, each seen in a session of its own and never again, that share `FOLD_CONTAINMENT` with a request are
 one agent. Fewer may well be the agents of a program behind one preamble on their first turn."""
@@ -84,9 +90,15 @@ one agent. Fewer may well be the agents of a program behind one preamble on thei
 FOLD_CONTAINMENT = 0.5
 """Half of the anchor must be common before look-alikes are folded."""
 
+FOLD_BAND = 0.12
+"""Look-alikes are as alike as the most alike of them less this, three standard errors of the sketches: agents that
+merely share a preamble with the request lie further off."""
+
 _FULL = (1 << 64) - 1
 _HAS_DIGIT = re.compile(r"(?<![\w-])[\w-]{0,40}?\d[\w-]*")
-_CLAUSE_END = re.compile(r"[\n\r.;:!?,。！？；，、：]+(?=\s|$)|[\n\r。！？；，、：]+")
+_CLAUSE_END = re.compile(r"[\n\r.;:!?,。！？；，、：]+")
+_DIGIT = re.compile(r"\d")
+_TWO_LETTERS = re.compile(r"[^\W\d_]{2}")
 _SPACES = re.compile(r"\s+")
 
 
@@ -215,9 +227,11 @@ def _prompt_ids(prompt: object) -> list[int]:
 
 def _clauses(text: str) -> Iterator[bytes]:
     """Cut at line ends and punctuation, which move with the text. Words with digits (times, ids) are masked."""
-    for clause in _CLAUSE_END.split(_HAS_DIGIT.sub("#", text)):
-        clause = _SPACES.sub(" ", clause).strip()
-        if sum(map(str.isalpha, clause[:16])) < 3:
+    for clause in _CLAUSE_END.split(text):
+        clause = " ".join(clause.split())
+        if _DIGIT.search(clause):
+            clause = _HAS_DIGIT.sub("#", clause)
+        if not _TWO_LETTERS.search(clause):
             continue
         if len(clause) <= MAX_CLAUSE_CHARS:
             yield clause.encode("utf-8", "surrogatepass")
@@ -307,6 +321,8 @@ class AnchorIndex:
     def __init__(self, profiles: Mapping[str, Profile] | None = None) -> None:
         self._profiles: dict[str, Profile] = {}
         self._holders: dict[int, set[str]] = {}
+        self._cores: dict[str, Profile] = {}
+        self._matches: dict[tuple[int, ...], str | None] = {}
         for agent, profile in (profiles or {}).items():
             self.put(agent, profile)
 
@@ -317,9 +333,19 @@ class AnchorIndex:
         """Profile of an agent, None when it has none."""
         return self._profiles.get(agent)
 
+    def core(self, agent: str) -> Profile | None:
+        """The core of an agent's profile, None when it has none."""
+        if agent not in self._cores and agent in self._profiles:
+            self._cores[agent] = self._profiles[agent].core()
+        return self._cores.get(agent)
+
     def put(self, agent: str, profile: Profile) -> None:
         """Add or replace an agent's profile."""
         old = self._profiles.get(agent)
+        if old == profile:
+            return
+        self._cores.pop(agent, None)
+        self._matches.clear()
         if old is not None:
             for piece in old.support.keys() - profile.support.keys():
                 self._release(piece, agent)
@@ -330,6 +356,8 @@ class AnchorIndex:
     def remove(self, agent: str) -> None:
         """Forget an agent; unknown ones are ignored."""
         profile = self._profiles.pop(agent, None)
+        self._cores.pop(agent, None)
+        self._matches.clear()
         for piece in profile.support if profile is not None else ():
             self._release(piece, agent)
 
@@ -340,15 +368,38 @@ class AnchorIndex:
             del self._holders[piece]
 
     def match(self, sketch: AnchorSketch) -> str | None:
-        """The agent this request belongs to, None when no profile is contained well enough."""
+        """The agent this request belongs to, None when no profile is contained well enough.
+
+        Programs send the same prompt again and again: answers are remembered until a profile changes.
+        """
+        if sketch.hashes not in self._matches:
+            if len(self._matches) >= MATCHES_KEPT:
+                self._matches.clear()
+            # Nearly always an agent with rare pieces of its own; only if none fits are all compared.
+            best = self._best(self.candidates(sketch, self._shortlist(sketch)))
+            self._matches[sketch.hashes] = best or self._best(self.candidates(sketch))
+        return self._matches[sketch.hashes]
+
+    def _shortlist(self, sketch: AnchorSketch) -> set[str]:
+        """The agents that share the rarest pieces with a request."""
+        shared = [holders for piece in sketch.hashes if (holders := self._holders.get(piece))]
+        score: Counter[str] = Counter()
+        for holders in shared:
+            if len(holders) <= SHORTLIST:
+                for agent in holders:
+                    score[agent] += 1
+        return {agent for agent, _ in score.most_common(SHORTLIST)}
+
+    @staticmethod
+    def _best(candidates: Iterable[tuple[str, float, float]]) -> str | None:
         best, best_score = None, 0.0
-        for agent, contained, explained in self.candidates(sketch):
+        for agent, contained, explained in candidates:
             if contained >= MATCH_CONTAINMENT and explained >= MIN_EXPLAINED and contained * explained > best_score:
                 best, best_score = agent, contained * explained
         return best
 
-    def candidates(self, sketch: AnchorSketch) -> list[tuple[str, float, float]]:
-        """(agent, contained, explained) for each agent that shares a piece, in the order they were added.
+    def candidates(self, sketch: AnchorSketch, among: Set[str] | None = None) -> list[tuple[str, float, float]]:
+        """(agent, contained, explained) for each agent that shares a piece (or `among` these), in order of arrival.
 
         `contained`: share of the agent's pieces found in the request. `explained`: share of the request's pieces
         found in the agent. Both are weighted by `support * idf`, `idf = log(1 + agents / holders)`, over the hashes
@@ -356,13 +407,14 @@ class AnchorIndex:
         """
         count = len(self._profiles)
         holders = self._holders
-        idf = [0.0] + [math.log1p(count / n) for n in range(1, count + 1)]
         present = set(sketch.hashes)
-        sharing = Counter(agent for piece in sketch.hashes for agent in holders.get(piece, ()))
+        if among is None:
+            among = set().union(*(holders.get(piece, ()) for piece in sketch.hashes))
+        if not among:
+            return []
+        idf = [0.0] + [math.log1p(count / n) for n in range(1, count + 1)]
         found = []
-        for agent in self._profiles if len(sharing) > 1 else sharing:
-            if agent not in sharing:
-                continue
+        for agent in (a for a in self._profiles if a in among):
             profile = self._profiles[agent]
             limit = min(sketch.limit, profile.limit)
             flat = profile.num_sessions == 1
@@ -402,6 +454,7 @@ class AnchorHistory:
         self._shown: dict[int, int] = {}
         self._limits: list[int] = []  # newest first, one a session
         self._sessions: dict[str, int] = {}  # session: serial number of its bit
+        self._latest: dict[str, tuple[int, ...]] = {}  # what that bit says, by session
         self._serial = 0
         self.num_chars = 0
 
@@ -410,8 +463,10 @@ class AnchorHistory:
         """Sessions remembered, at most `HISTORY_SESSIONS`."""
         return len(self._limits)
 
-    def add(self, sketch: AnchorSketch, session: str | None) -> None:
-        """Let a session speak with this request."""
+    def add(self, sketch: AnchorSketch, session: str | None) -> bool:
+        """Let a session speak with this request; False when it says what it said before."""
+        if session is not None and self._latest.get(session) == sketch.hashes:
+            return False
         age = self._serial - self._sessions[session] if session in self._sessions else HISTORY_SESSIONS
         if age >= HISTORY_SESSIONS:
             age = 0
@@ -422,6 +477,7 @@ class AnchorHistory:
             self._sessions = {s: n for s, n in self._sessions.items() if self._serial - n < HISTORY_SESSIONS}
             if session is not None:
                 self._sessions[session] = self._serial
+            self._latest = {s: hashes for s, hashes in self._latest.items() if s in self._sessions}
         else:
             self._limits[age] = sketch.limit
             self._shown = {p: bits for p, b in self._shown.items() if (bits := b & ~(1 << age))}
@@ -430,7 +486,10 @@ class AnchorHistory:
         if len(self._shown) > MAX_PIECES:
             kept = sorted(self._shown.items(), key=lambda item: (-item[1].bit_count(), item[1] & -item[1], item[0]))
             self._shown = dict(kept[:MAX_PIECES])
+        if session is not None:
+            self._latest[session] = sketch.hashes
         self.num_chars += round((sketch.num_chars - self.num_chars) / len(self._limits))
+        return True
 
     def profile(self) -> Profile:
         """Support of every piece that came back (of all pieces while there is one session only)."""
@@ -462,6 +521,7 @@ class AnchorHistory:
         serial_of = {n: a for a, n in enumerate(rest)}
         sessions = {s: serial_of.get(self._serial - n) for s, n in self._sessions.items()}
         self._sessions = {s: self._serial - age for s, age in sessions.items() if age is not None}
+        self._latest = {s: hashes for s, hashes in self._latest.items() if s in self._sessions}
         self._limits = [self._limits[a] for a in rest]
         self._shown = _picked(self._shown, rest)
         return taken
@@ -513,6 +573,7 @@ class AnchorHistory:
     def check_integrity(self) -> None:
         """Raises AssertionError unless the bounds hold and no bit lies outside the sessions."""
         assert len(self._limits) <= HISTORY_SESSIONS
+        assert self._latest.keys() <= self._sessions.keys()
         assert len(self._sessions) <= HISTORY_SESSIONS
         assert len(self._shown) <= MAX_PIECES
         assert all(0 < bits < 1 << len(self._limits) for bits in self._shown.values())
@@ -608,8 +669,7 @@ class AgentRegistry:
         entry.num_requests += 1
         entry.last_s = time_s
         entry.several_sessions = entry.several_sessions or session != entry.first_session
-        if sketch:
-            entry.history.add(sketch, session)
+        if sketch and entry.history.add(sketch, session):
             self.index.put(agent, entry.history.profile())
         return Resolution(agent, created, tuple(renamed), tuple(self._evict()))
 
@@ -622,13 +682,13 @@ class AgentRegistry:
 
     def _fold(self, sketch: AnchorSketch, renamed: list[tuple[str, str]]) -> str | None:
         """Fold look-alikes that were each seen in one session alone into the oldest of them, and return it."""
-        alike = [
-            entry
+        once = [
+            (contained, entry)
             for agent, contained, _ in self.index.candidates(sketch)
-            if contained >= FOLD_CONTAINMENT
-            and not (entry := self._entries[agent]).named
-            and entry.history.num_sessions == 1
+            if not (entry := self._entries[agent]).named and entry.history.num_sessions == 1
         ]
+        least = max(FOLD_CONTAINMENT, max((contained for contained, _ in once), default=1.0) - FOLD_BAND)
+        alike = [entry for contained, entry in once if contained >= least]
         # Look-alikes within one session are the agents of one program.
         sessions = [entry.first_session for entry in alike]
         if sessions.count(None) + len(set(sessions) - {None}) < FOLD_LOOKALIKES:
@@ -666,7 +726,7 @@ class AgentRegistry:
         """JSON form: agents with the regular pieces of their profiles, least recently seen first."""
         agents = []
         for entry in self._entries.values():
-            profile = self.index.get(entry.agent)
+            profile = self.index.core(entry.agent)
             agents.append(
                 {
                     "agent": entry.agent,
@@ -674,7 +734,7 @@ class AgentRegistry:
                     "num_requests": entry.num_requests,
                     "several_sessions": entry.several_sessions,
                     "last_s": entry.last_s,
-                    "profile": None if profile is None else profile.core().to_dict(),
+                    "profile": None if profile is None else profile.to_dict(),
                 }
             )
         return agents

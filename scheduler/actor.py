@@ -43,6 +43,9 @@ FLUSH_INTERVAL_S = 0.2
 REFRESH_INTERVAL_S = 0.5
 """How old a snapshot may get before it is asked for again: routers remember their own decisions meanwhile."""
 
+SNAPSHOT_INTERVAL_S = 0.2
+"""A snapshot this young is published again: many clients ask, and making one for each would be all the actor does."""
+
 CALL_TIMEOUT_S = 2.0
 """A call takes about a millisecond; after two seconds the actor is stuck, and the snapshot stays as it is."""
 
@@ -76,7 +79,8 @@ class SchedulerService:
         # Versions of an earlier life, even those never saved, must not come up again with other content: milliseconds
         # since the epoch grow faster than one actor can observe.
         self._state.version = max(self._state.version + 1, time.time_ns() // 1_000_000)
-        self._snapshot: Snapshot | None = None
+        self._snapshot = self._state.snapshot()
+        self._snapshot_s = time.monotonic()
         if self._path is not None:
             threading.Thread(target=self._save_forever, name="scheduler-save", daemon=True).start()
 
@@ -86,18 +90,16 @@ class SchedulerService:
             before = self._state.num_observations
             for observation in observations:
                 self._state.observe(observation)
-            self._snapshot = None
         self._changed.set()
         return self._state.num_observations - before
 
     def snapshot(self, since_version: int = 0) -> Snapshot | None:
-        """The current snapshot, None when the caller has it already."""
+        """A snapshot at most `SNAPSHOT_INTERVAL_S` old, None when the caller has it already."""
         with self._lock:
-            if since_version == self._state.version:
-                return None
-            if self._snapshot is None:
-                self._snapshot = self._state.snapshot()
-            return self._snapshot
+            now = time.monotonic()
+            if self._snapshot.version != self._state.version and now - self._snapshot_s >= SNAPSHOT_INTERVAL_S:
+                self._snapshot, self._snapshot_s = self._state.snapshot(), now
+            return None if since_version == self._snapshot.version else self._snapshot
 
     def graph(self) -> dict[str, Any]:
         """The body of `GET /v1/agents`."""
@@ -139,7 +141,7 @@ class SchedulerService:
         """Forget everything learned."""
         with self._lock:
             self._state.clear()
-            self._snapshot = None
+            self._snapshot, self._snapshot_s = self._state.snapshot(), time.monotonic()
         self._changed.set()
 
     def _save_forever(self) -> None:

@@ -276,7 +276,7 @@ class SchedulerState:
         alive = self.survival()
         agents = {}
         for entry in self.registry.entries():
-            profile = self.registry.index.get(entry.agent)
+            profile = self.registry.index.core(entry.agent)
             following = self.transitions.predict(entry.agent, NEXT_AGENTS)
             agents[entry.agent] = AgentView(
                 agent=entry.agent,
@@ -286,7 +286,7 @@ class SchedulerState:
                 survival=alive.get(entry.agent, 0.0),
                 # Four characters a token is the usual rule for English and JSON.
                 anchor_tokens=0 if profile is None else profile.num_chars // 4,
-                profile=None if profile is None else profile.core(),
+                profile=profile,
                 next=tuple((a, p, self.transitions.count(entry.agent, a)) for a, p in following),
                 warm=tuple(
                     Warmth(replica, node, last_s)

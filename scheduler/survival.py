@@ -13,19 +13,27 @@ MAX_HOPS = 6
 """`E_max` of SPEC.md section 3: an agent this many hand-overs away is as good as gone."""
 
 
-def hops(transitions: TransitionCounts, agent: str, tau: float = TAU, max_hops: int = MAX_HOPS) -> dict[str, int]:
+def hops(
+    transitions: TransitionCounts,
+    agent: str,
+    tau: float = TAU,
+    max_hops: int = MAX_HOPS,
+    likely: dict[str, list[str]] | None = None,
+) -> dict[str, int]:
     """`E[a]`: hand-overs from `agent` to each agent it reaches over edges with `P >= tau` in fewer than `max_hops`.
 
-    The agent itself is at 0. Breadth first, so every distance is the shortest.
+    The agent itself is at 0. Breadth first, so every distance is the shortest. `likely` keeps the edges followed, by
+    agent, for the next call on unchanged transitions.
     """
+    likely = {} if likely is None else likely
     distance = {agent: 0}
     frontier = [agent]
     for step in range(1, max_hops):
         reached = []
         for current in frontier:
-            for other, probability in transitions.predict(current):
-                if probability < tau:
-                    break
+            if current not in likely:
+                likely[current] = [other for other, p in transitions.predict(current) if p >= tau]
+            for other in likely[current]:
                 if other not in distance:
                     distance[other] = step
                     reached.append(other)
@@ -49,7 +57,8 @@ def survival(
         raise ValueError(f"max_hops must be at least 1, got {max_hops!r}")
     total = sum(live_agents.values())
     result: dict[str, float] = {}
+    likely: dict[str, list[str]] = {}
     for agent, num_sessions in live_agents.items():
-        for other, distance in hops(transitions, agent, tau, max_hops).items():
+        for other, distance in hops(transitions, agent, tau, max_hops, likely).items():
             result[other] = result.get(other, 0.0) + num_sessions / total * (1 - distance / max_hops)
     return {agent: min(1.0, value) for agent, value in result.items()}

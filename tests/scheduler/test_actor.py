@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import tempfile
 import time
@@ -48,14 +47,13 @@ def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
 def test_the_service_publishes_only_what_is_new() -> None:
     service = SchedulerService()
     assert service.observe([turn("a"), turn("b")]) == 2
-    first = service.snapshot(0)
-    assert first is not None
+    first = until(lambda: s if (s := service.snapshot()).agents else None)
     assert first.agents.keys() == {"a", "b"}
     assert service.snapshot(first.version) is None
     service.observe([turn("c")])
-    second = service.snapshot(first.version)
-    assert second is not None
+    second = until(lambda: service.snapshot(first.version))
     assert second.version > first.version
+    assert "c" in second.agents
 
 
 def test_a_new_service_restores_what_the_last_one_saved(tmp_path: Path) -> None:
@@ -136,18 +134,17 @@ def cluster() -> Iterator[None]:
     import ray
 
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # every listener on the loopback
-    folder = tempfile.mkdtemp(prefix="rw-", dir="/tmp")  # short: Ray's sockets lie below it
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=100 * 1024**2,
-        _temp_dir=folder,
-    )
-    yield
-    ray.shutdown()
-    shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="rw-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        ray.init(
+            address="local",
+            num_cpus=2,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=100 * 1024**2,
+            _temp_dir=folder,  # short: Ray's sockets lie below it
+        )
+        yield
+        ray.shutdown()
 
 
 @pytest.fixture
