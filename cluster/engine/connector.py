@@ -46,6 +46,10 @@ DOMAIN_SALT = b"ropewalk/reuse"
 
 Slots = npt.NDArray[np.int64]
 
+Place = tuple[str, str]
+"""Model fingerprint and tenant: where chunks lie. The planning process names both, since vLLM's model classes change
+their configuration while they load, so that an engine process would compute another fingerprint."""
+
 
 @dataclass(slots=True)
 class LoadPart:
@@ -61,7 +65,7 @@ class LoadPart:
 @dataclass(slots=True)
 class Load:
     request_id: str
-    tenant: str
+    place: Place
     parts: list[LoadPart]
 
 
@@ -76,7 +80,7 @@ class Save:
     """Chunks of one request. `finished`: its blocks are held until the worker reports that they are saved."""
 
     request_id: str
-    tenant: str
+    place: Place
     parts: list[SavePart]
     finished: bool
 
@@ -104,7 +108,7 @@ class _Tracked:
 
     request: Request
     plan: Plan
-    tenant: str
+    place: Place
     is_stage: bool
     num_local: int = 0
     block_ids: list[int] = field(default_factory=list)
@@ -121,7 +125,7 @@ class RopewalkConnector(KVConnectorBase_V1):
         self._refused = self._facts.refused
         self._budget = self._settings.budget()
         self._block_size: int = vllm_config.cache_config.block_size
-        self._stores: dict[str, NodeStore] = {}
+        self._stores: dict[Place, NodeStore] = {}
         if len(kv_cache_config.kv_cache_groups) != 1 and self._refused is None:
             self._refused = "layers have KV caches of several kinds"
         if self._refused:
@@ -145,7 +149,7 @@ class RopewalkConnector(KVConnectorBase_V1):
         if not params or "plan" not in params or self._refused:
             return
         plan = Plan.from_params(params["plan"])
-        tracked = _Tracked(request, plan, params["tenant"], bool(params["is_stage"]))
+        tracked = _Tracked(request, plan, (params["fingerprint"], params["tenant"]), bool(params["is_stage"]))
         self._tracked[request.request_id] = tracked
         if plan.first_inexact is not None and plan.first_inexact < request.num_prompt_tokens:
             enter_reuse_domain(request, plan.first_inexact, self._block_size)
@@ -155,7 +159,7 @@ class RopewalkConnector(KVConnectorBase_V1):
         tracked = self._tracked.get(request.request_id)
         if tracked is None or request.skip_reading_prefix_cache:
             return 0, False
-        store = self._store(tracked.tenant)
+        store = self._store(tracked.place)
         end = num_computed_tokens
         for segment in tracked.plan.segments:
             if segment.end <= end or segment.start >= request.num_prompt_tokens - 1:
@@ -193,7 +197,7 @@ class RopewalkConnector(KVConnectorBase_V1):
                         self._slots(tracked.block_ids, first, last),
                     )
                 )
-        self._loads.append(Load(request.request_id, tracked.tenant, parts))
+        self._loads.append(Load(request.request_id, tracked.place, parts))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> RopewalkMetadata:
         """Hand the worker this step's loads and saves."""
@@ -239,27 +243,23 @@ class RopewalkConnector(KVConnectorBase_V1):
         if not self._settings.save or num_tokens <= 0:
             return False
         tokens = as_tokens(tracked.request.all_token_ids[:num_tokens])
+        tenant = tracked.place[1]
         # A run that was not reached (the request was aborted, a chunk was missing) would leave false edges: only what
         # lies inside the computed range counts.
         runs = [(start, min(end, num_tokens)) for start, end in tracked.plan.runs if start < num_tokens]
         parts = [
-            SavePart(self._header(tracked.tenant, piece, tokens), self._slots(block_ids, piece.start, piece.end))
-            for piece in pieces(tokens, tracked.tenant, self._settings.planner().chunks, runs)
-            if not self._is_stored(tracked.tenant, piece, tokens, must=tracked.is_stage)
+            SavePart(_header(tenant, piece, tokens), self._slots(block_ids, piece.start, piece.end))
+            for piece in pieces(tokens, tenant, self._settings.planner().chunks, runs)
+            if not self._is_stored(tracked.place, piece, tokens, must=tracked.is_stage)
         ]
         if not parts:
             return False
-        self._saves.append(Save(tracked.request.request_id, tracked.tenant, parts, finished))
+        self._saves.append(Save(tracked.request.request_id, tracked.place, parts, finished))
         return True
 
-    def _header(self, tenant: str, piece: Piece, tokens: Tokens) -> ChunkHeader:
-        part = tokens[piece.start : piece.end]
-        content = content_key(tenant, part)
-        return ChunkHeader(piece.chain, piece.parent, content, tenant, piece.domain, piece.start, part)
-
-    def _is_stored(self, tenant: str, piece: Piece, tokens: Tokens, *, must: bool) -> bool:
+    def _is_stored(self, place: Place, piece: Piece, tokens: Tokens, *, must: bool) -> bool:
         """Tell whether saving a piece adds nothing. A stage's piece `must` be there under its own name."""
-        store = self._store(tenant)
+        store = self._store(place)
         if store.contains(piece.chain):
             return True
         if must:
@@ -268,7 +268,7 @@ class RopewalkConnector(KVConnectorBase_V1):
             return True  # no look-up would ever find it
         if piece.domain == Domain.EXACT:
             return False
-        return bool(store.by_content(content_key(tenant, tokens[piece.start : piece.end])))
+        return bool(store.by_content(content_key(place[1], tokens[piece.start : piece.end])))
 
     def _slots(self, block_ids: list[int], start: int, end: int) -> Slots:
         """Return the slots of positions `[start, end)`: `block * B + offset`, int64."""
@@ -297,7 +297,7 @@ class RopewalkConnector(KVConnectorBase_V1):
         for load in metadata.loads:
             for index, part in enumerate(load.parts):
                 try:
-                    self._load(load.tenant, part)
+                    self._load(load.place, part)
                 except (FileNotFoundError, ChunkCorrupt, _TokensDiffer, UnsupportedLayout) as error:
                     self._fallbacks[load.request_id] = _reason(error)
                     rest = np.concatenate([later.slots for later in load.parts[index:]])
@@ -305,10 +305,10 @@ class RopewalkConnector(KVConnectorBase_V1):
                     logger.warning("Recomputing KV of request %s: %s", load.request_id, error)
                     break
 
-    def _load(self, tenant: str, part: LoadPart) -> None:
+    def _load(self, place: Place, part: LoadPart) -> None:
         if self._layout is None:
             raise UnsupportedLayout("the KV cache layout is not known")
-        header, rows = self._store(tenant).read(part.chunk)
+        header, rows = self._store(place).read(part.chunk)
         end = part.offset + len(part.tokens)
         # A key is only a candidate: the token ids decide.
         if not np.array_equal(header.tokens[part.offset : end], part.tokens):
@@ -332,7 +332,7 @@ class RopewalkConnector(KVConnectorBase_V1):
         for save in metadata.saves:
             if save.finished != finished:
                 continue
-            store = self._store(save.tenant)
+            store = self._store(save.place)
             missing = [part for part in save.parts if not store.contains(part.header.chain)]
             if self._layout is not None and missing:
                 rows = self._layout.gather(torch.from_numpy(np.concatenate([part.slots for part in missing])))
@@ -366,16 +366,23 @@ class RopewalkConnector(KVConnectorBase_V1):
         """A lost save is a cache miss later on, no more: a preempted request may finish."""
         return False
 
-    def _store(self, tenant: str) -> NodeStore:
-        if tenant not in self._stores:
-            self._stores[tenant] = NodeStore(
-                self._settings.store_root, f"{self._facts.fingerprint}-r{self._rank}", tenant, self._budget
+    def _store(self, place: Place) -> NodeStore:
+        if place not in self._stores:
+            fingerprint, tenant = place
+            self._stores[place] = NodeStore(
+                self._settings.store_root, f"{fingerprint}-r{self._rank}", tenant, self._budget
             )
-        return self._stores[tenant]
+        return self._stores[place]
 
 
 class _TokensDiffer(Exception):
     """A chunk's token ids are not those of the prompt: a key collided, or a file lies under a wrong name."""
+
+
+def _header(tenant: str, piece: Piece, tokens: Tokens) -> ChunkHeader:
+    part = tokens[piece.start : piece.end]
+    content = content_key(tenant, part)
+    return ChunkHeader(piece.chain, piece.parent, content, tenant, piece.domain, piece.start, part)
 
 
 def _reason(error: Exception) -> str:

@@ -113,7 +113,7 @@ class PlannedEngine:
         report = RequestReport(mode=settings.mode)
         if tokens is None:
             report.fallbacks.append(reason)
-            params = _without_params(sampling_params)
+            params = _set_params(sampling_params, None)
             async for output in self._client.generate(prompt, params, request_id, **kwargs):
                 if output.finished:
                     self._finish(report, settings, output, Plan(len(output.prompt_token_ids or ()), 0, (), (), ()), 0)
@@ -127,7 +127,7 @@ class PlannedEngine:
         num_computed_by_stages = 0
         for number, length in enumerate(plan.stages):
             num_computed_by_stages += await self._run_stage(prompt, length, plan, settings, request_id, number, kwargs)
-        params = _with_params(sampling_params, plan, settings, is_stage=False)
+        params = self._with_plan(sampling_params, plan, settings, is_stage=False)
         async for output in self._client.generate(prompt, params, request_id, **kwargs):
             # What a stage computed for this request is no cache hit.
             output.num_cached_tokens = max((output.num_cached_tokens or 0) - num_computed_by_stages, 0)
@@ -173,13 +173,24 @@ class PlannedEngine:
         params = SamplingParams(
             max_tokens=1, temperature=0.0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
-        params = _with_params(params, plan, settings, is_stage=True)
+        params = self._with_plan(params, plan, settings, is_stage=True)
         stage_prompt = tokens_input(prompt["prompt_token_ids"][:length], cache_salt=prompt.get("cache_salt"))
         passed = {name: kwargs[name] for name in ("priority", "data_parallel_rank") if name in kwargs}
         computed = length
         async for output in self._client.generate(stage_prompt, params, f"{request_id}-stage-{number}", **passed):
             computed = length - (output.num_cached_tokens or 0)
         return computed
+
+    def _with_plan(
+        self, sampling_params: SamplingParams, plan: Plan, settings: RequestSettings, *, is_stage: bool
+    ) -> SamplingParams:
+        params = {
+            "plan": plan.to_params(),
+            "fingerprint": self._facts.fingerprint,
+            "tenant": settings.tenant,
+            "is_stage": is_stage,
+        }
+        return _set_params(sampling_params, {PARAMS_KEY: params})
 
     def _finish(
         self, report: RequestReport, settings: RequestSettings, output: RequestOutput, plan: Plan, by_stages: int
@@ -284,17 +295,6 @@ def describe(plan: Plan) -> list[PlannedRange]:
         elif segment.end <= plan.exact_end:  # the others hold what stages compute
             ranges.append(PlannedRange(segment.start, segment.end, "exact", segment.chunk))
     return sorted(ranges, key=lambda planned: planned.start)
-
-
-def _with_params(
-    sampling_params: SamplingParams, plan: Plan, settings: RequestSettings, *, is_stage: bool
-) -> SamplingParams:
-    params = {"plan": plan.to_params(), "tenant": settings.tenant, "is_stage": is_stage}
-    return _set_params(sampling_params, {PARAMS_KEY: params})
-
-
-def _without_params(sampling_params: SamplingParams) -> SamplingParams:
-    return _set_params(sampling_params, None)
 
 
 def _set_params(sampling_params: SamplingParams, params: dict[str, Any] | None) -> SamplingParams:
