@@ -15,7 +15,7 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ STAGES = (
 )
 # The last stage visits earlier ones too, so that short prompts are not forgotten: chance of an earlier stage per step.
 REVISIT_SHARE = 0.25
+FIRST_REVISITED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +159,21 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
     temporary.replace(path)
 
 
-def train(out: Path, schedule: Schedule, *, checkpoint_every: int = 50, initial: Path | None = None) -> RecallModel:
+def train(
+    out: Path,
+    schedule: Schedule,
+    *,
+    stages: Sequence[Stage] = STAGES,
+    checkpoint_every: int = 50,
+    initial: Path | None = None,
+    stop_after: int | None = None,
+) -> RecallModel:
     """Runs `schedule`, writing into `out`; continues from its checkpoint where there is one.
 
     Args:
+        stages: the curriculum, shortest sequences first.
         initial: model directory to start from instead of the hand-made start.
+        stop_after: stop, with a checkpoint, when this many steps of the schedule are done.
     """
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(schedule.seed)
@@ -189,17 +200,17 @@ def train(out: Path, schedule: Schedule, *, checkpoint_every: int = 50, initial:
         recent.extend(state["recent"])
         print(f"continuing at step {step}", flush=True)
     log = (out / "training_log.jsonl").open("a" if step else "w", encoding="utf-8")
-    if not step:
-        log.write(json.dumps({"schedule": asdict(schedule), "torch": torch.__version__}) + "\n")
+    log.write(json.dumps({"from_step": step, "schedule": asdict(schedule), "torch": torch.__version__}) + "\n")
     write_tokenizer(out, model.config.max_position_embeddings)
 
-    while step < schedule.num_steps:
+    last_step = schedule.num_steps if stop_after is None else min(stop_after, schedule.num_steps)
+    while step < last_step:
         started = time.perf_counter()
         rng = random.Random(f"{schedule.seed}/{step}")
         index = stage
-        if stage == len(STAGES) - 1 and rng.random() < REVISIT_SHARE:
-            index = rng.randrange(2, stage)
-        current = STAGES[index]
+        if stage == len(stages) - 1 > FIRST_REVISITED and rng.random() < REVISIT_SHARE:
+            index = rng.randrange(FIRST_REVISITED, stage)
+        current = stages[index]
         sequences = [
             make_training_sequence(
                 rng,
@@ -239,10 +250,10 @@ def train(out: Path, schedule: Schedule, *, checkpoint_every: int = 50, initial:
             log.flush()
             print(" ".join(f"{name}={value}" for name, value in record.items()), flush=True)
         passed = len(recent) == schedule.gate_window and sum(recent) / len(recent) >= schedule.gate
-        if stage < len(STAGES) - 1 and (passed or step - stage_start >= schedule.stage_step_limit):
+        if stage < len(stages) - 1 and (passed or step - stage_start >= schedule.stage_step_limit):
             stage, stage_start = stage + 1, step
             recent.clear()
-        if step % checkpoint_every == 0 or step == schedule.num_steps:
+        if step % checkpoint_every == 0 or step == last_step:
             save_checkpoint(
                 checkpoint,
                 {
