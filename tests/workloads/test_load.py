@@ -109,7 +109,7 @@ async def test_the_same_seed_sends_the_same_bodies_at_any_concurrency(endpoint):
     "change", [{"seed": 8}, {"headers": "none"}, {"turns": 5}, {"max_tokens": 17}, {"ignore_eos": True}]
 )
 async def test_other_work_has_another_hash(endpoint, change):
-    base = config(endpoint, seed=7)
+    base = config(endpoint, seed=7, sessions=1)
     first, second = await run_replay(base), await run_replay(replace(base, **change))
     assert first.summary()["body_sha256"] != second.summary()["body_sha256"]
 
