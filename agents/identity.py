@@ -83,6 +83,9 @@ SHORTLIST = 8
 MATCHES_KEPT = 1024
 """Answers remembered an index, about 1 MB."""
 
+ADOPT_SESSIONS = (4, 8, 16, HISTORY_SESSIONS)
+"""Numbers of sessions at which an agent takes over its look-alikes: often enough, and too seldom to cost anything."""
+
 FOLD_LOOKALIKES = 8
 """So many agents, each seen in a session of its own and never again, that share `FOLD_CONTAINMENT` with a request are
 one agent. Fewer may well be the agents of a program behind one preamble on their first turn."""
@@ -171,6 +174,8 @@ def clean_agent_name(name: object) -> str | None:
     """The agent name a client gave, trimmed and bounded; None when there is none that can be used."""
     if not isinstance(name, str):
         return None
+    if name and len(name) <= MAX_NAME_CHARS and name.isprintable() and name == name.strip() and "  " not in name:
+        return name
     cleaned = _SPACES.sub(" ", "".join(c for c in name if c.isprintable())).strip()[:MAX_NAME_CHARS].strip()
     return cleaned or None
 
@@ -294,6 +299,11 @@ class Profile:
         kept = sorted(((s, h) for h, s in self.support.items() if s >= floor), key=lambda item: (-item[0], item[1]))
         return Profile({h: s for s, h in kept[:SKETCH_SIZE]}, self.limit, self.num_chars, self.num_sessions)
 
+    def as_sketch(self) -> AnchorSketch:
+        """The pieces of a profile from one session, as the sketch they came from."""
+        hashes = tuple(sorted(self.support))
+        return AnchorSketch(hashes, len(hashes) + (self.limit != _FULL), self.num_chars)
+
     def to_dict(self) -> dict[str, Any]:
         """JSON form, about 0.8 KB: supports as bytes of 1/255."""
         supports = bytes(max(1, round(255 * s)) for s in self.support.values())
@@ -332,6 +342,10 @@ class AnchorIndex:
     def get(self, agent: str) -> Profile | None:
         """Profile of an agent, None when it has none."""
         return self._profiles.get(agent)
+
+    def holders(self, piece: int) -> Set[str]:
+        """Agents whose profile has a piece; not to be changed."""
+        return self._holders.get(piece, frozenset())
 
     def core(self, agent: str) -> Profile | None:
         """The core of an agent's profile, None when it has none."""
@@ -669,8 +683,12 @@ class AgentRegistry:
         entry.num_requests += 1
         entry.last_s = time_s
         entry.several_sessions = entry.several_sessions or session != entry.first_session
-        if sketch and entry.history.add(sketch, session):
-            self.index.put(agent, entry.history.profile())
+        if sketch:
+            known = entry.history.num_sessions
+            if entry.history.add(sketch, session):
+                self.index.put(agent, entry.history.profile())
+            if known < entry.history.num_sessions in ADOPT_SESSIONS:
+                self._adopt(agent, renamed)
         return Resolution(agent, created, tuple(renamed), tuple(self._evict()))
 
     def _new_id(self, sketch: AnchorSketch) -> str:
@@ -699,6 +717,20 @@ class AgentRegistry:
             self._rename(entry.agent, keeper.agent, renamed)
         self.index.put(keeper.agent, keeper.history.profile())
         return keeper.agent
+
+    def _adopt(self, agent: str, renamed: list[tuple[str, str]]) -> None:
+        """Give an agent that knows its anchor by now the look-alikes that its first headers left behind."""
+        profile = self.index.get(agent)
+        if profile is None:
+            return
+        sharing = set().union(*(self.index.holders(piece) for piece in profile.support)) - {agent}
+        for other in sorted(sharing):
+            entry, seen = self._entries[other], self.index.get(other)
+            if entry.named or entry.history.num_sessions > 1 or seen is None:
+                continue
+            match = self.index.candidates(seen.as_sketch(), {agent})
+            if any(contained >= MATCH_CONTAINMENT and explained >= MIN_EXPLAINED for _, contained, explained in match):
+                self._rename(other, agent, renamed)
 
     def _rename(self, old: str, new: str, renamed: list[tuple[str, str]]) -> None:
         """Give an agent's entry to `new`; when that is known already, only the counts."""
