@@ -46,7 +46,7 @@ PROMPT_HEAD_TOKENS = 2048
 MAX_CLAUSE_CHARS = 160
 """A clause longer than this (minified JSON, text without punctuation) is cut again between words."""
 
-MAX_NAME_CHARS = 128
+MAX_NAME_CHARS = 256
 """Names come from clients and are kept: bounded."""
 
 MATCH_CONTAINMENT = 0.85
