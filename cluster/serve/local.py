@@ -32,7 +32,10 @@ NAMESPACE = "ropewalk"
 OBJECT_STORE_BYTES = 128 * 2**20
 """Requests and answers only: KV goes through the chunk store, never through Ray's object store."""
 
-_STOP_GRACE_S = 8.0
+STORE_PREFIX = "ropewalk-store-"
+"""Temporary stores are called after the process that they belong to: `ropewalk-store-<pid>-<random>`."""
+
+_STOP_GRACE_S = 5.0
 
 Report = Callable[[str], None]
 
@@ -126,7 +129,7 @@ class Deployment:
         for name in ("ray", "ray.serve", "ray.data"):
             logging.getLogger(name).setLevel(logging.ERROR)
         if self.address is None:
-            context = ray.init(
+            context = self._init_ray(
                 address="local",
                 namespace=NAMESPACE,
                 num_cpus=self._num_cpus(),
@@ -148,6 +151,21 @@ class Deployment:
             self.ray_address = context.address_info["gcs_address"]
         self._connected = True
 
+    def _init_ray(self, **options: Any) -> Any:
+        """`ray.init`, once more if its fixed 30 s did not suffice on a busy machine."""
+        import ray
+
+        for is_last in (False, True):
+            try:
+                return ray.init(**options)
+            except Exception as error:
+                ray.shutdown()
+                end_processes(psutil.Process().children(recursive=True))
+                if is_last or "timed out" not in str(error):
+                    raise StartError(f"Ray did not start: {error}") from error
+                self.say("Ray did not come up in time; trying once more")
+        raise AssertionError("unreachable")
+
     def _num_cpus(self) -> int:
         """Logical CPUs of the local Ray: enough for all replicas, because they may share cores."""
         from ropewalk.cluster.serve.shares import cpus_per_replica
@@ -166,7 +184,8 @@ class Deployment:
         if self._store_dir is None:
             shared_memory = Path("/dev/shm")
             parent = shared_memory if os.access(shared_memory, os.W_OK) else Path(tempfile.gettempdir())
-            self._store_dir = Path(tempfile.mkdtemp(prefix="ropewalk-store-", dir=parent))
+            remove_stale_stores(parent)
+            self._store_dir = Path(tempfile.mkdtemp(prefix=f"{STORE_PREFIX}{os.getpid()}-", dir=parent))
         return self._store_dir
 
     def _deploy(self, sources: Mapping[str, str]) -> None:
@@ -240,9 +259,7 @@ class Deployment:
                 ray.shutdown()
             else:
                 started = psutil.Process().children(recursive=True)
-                stopper = threading.Thread(target=_shut_down_serve, daemon=True)
-                stopper.start()
-                stopper.join(_STOP_GRACE_S)
+                _shut_down_serve()
                 started += [p for p in psutil.Process().children(recursive=True) if p not in started]
                 ray.shutdown()
                 end_processes(started)
@@ -254,27 +271,52 @@ class Deployment:
 
 
 def _shut_down_serve() -> None:
-    from ray import serve
+    """Bounded in time. In this thread, because Ray aborts a process that calls it from another after `ray.shutdown`."""
+    from ray.serve.context import _get_global_client
 
     from ropewalk.scheduler.actor import stop_scheduler
 
     with contextlib.suppress(Exception):
         stop_scheduler()  # it saves what it has learned
     with contextlib.suppress(Exception):
-        serve.shutdown()
+        _get_global_client().shutdown(timeout_s=_STOP_GRACE_S)
 
 
 def end_processes(processes: list[psutil.Process], grace_s: float = _STOP_GRACE_S) -> None:
-    """End these processes: wait, then SIGTERM, then SIGKILL. Pids that were reused meanwhile are left alone."""
+    """End these processes: wait, then SIGTERM, then SIGKILL. Pids that were reused meanwhile are left alone.
+
+    Python's resource trackers come last: they delete the shared memory of workers that could not do it themselves.
+    """
     _, alive = psutil.wait_procs(processes, timeout=1)
-    for process in alive:
+    trackers = [process for process in alive if _is_resource_tracker(process)]
+    workers = [process for process in alive if process not in trackers]
+    for process in workers:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
-    _, alive = psutil.wait_procs(alive, timeout=grace_s)
+    _, workers = psutil.wait_procs(workers, timeout=grace_s)
+    for process in workers:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    _, alive = psutil.wait_procs([*workers, *trackers], timeout=grace_s)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(alive, timeout=grace_s)
+
+
+def _is_resource_tracker(process: psutil.Process) -> bool:
+    try:
+        return "resource_tracker" in " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def remove_stale_stores(parent: Path) -> None:
+    """Delete temporary stores whose process was killed before it could: in memory they would take RAM for ever."""
+    for directory in parent.glob(f"{STORE_PREFIX}*-*"):
+        pid = directory.name.removeprefix(STORE_PREFIX).split("-")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(directory, ignore_errors=True)  # leaves what belongs to another user
 
 
 def _short_temp_dir() -> Path:
@@ -333,7 +375,8 @@ class LocalCluster:
         self._process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
-        threading.Thread(target=self._relay, args=(self._process,), daemon=True).start()
+        self._relay_thread = threading.Thread(target=self._relay, args=(self._process,), daemon=True)
+        self._relay_thread.start()
         try:
             for _ in _poll(self._start_timeout_s + 60):
                 if ready_file.exists():
@@ -344,9 +387,14 @@ class LocalCluster:
         except BaseException:
             self.stop()
             raise
-        last = " / ".join(self.output[-3:])
         self.stop()
-        raise StartError(last or "the cluster did not start")
+        self._relay_thread.join(timeout=5)
+        raise StartError(self._last_words())
+
+    def _last_words(self) -> str:
+        """What the child printed as the reason, and where its logs are; else its last line."""
+        words = [line for line in self.output if line.startswith(("ropewalk serve: ", "logs: "))]
+        return "; ".join(words).removeprefix("ropewalk serve: ") or (self.output or ["it did not start"])[-1]
 
     def _relay(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None

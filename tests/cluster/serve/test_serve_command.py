@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
 from ropewalk.cluster.cli import main
+from ropewalk.cluster.serve.local import remove_stale_stores
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -73,3 +77,15 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def test_stores_of_processes_that_were_killed_are_removed(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    stale, ours, other = (
+        tmp_path / f"ropewalk-store-{owner}" for owner in (f"{gone.pid}-abc", f"{os.getpid()}-abc", "mine-of-old")
+    )
+    for directory in (stale, ours, other):
+        directory.mkdir()
+    remove_stale_stores(tmp_path)
+    assert [directory.exists() for directory in (stale, ours, other)] == [False, True, True]
