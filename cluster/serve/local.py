@@ -91,9 +91,11 @@ class Deployment:
         self._orphaned = orphaned
         self._report = report
         self._started_at = time.monotonic()
+        self._started_epoch_s = time.time()
         self._work_dir: Path | None = None
         self._store_dir: Path | None = None
         self.log_dir: Path | None = None
+        self.ray_address = ""
         self._connected = False
 
     def say(self, message: str) -> None:
@@ -139,8 +141,6 @@ class Deployment:
                 logging_level=logging.ERROR,
                 _temp_dir=str(self._work_dir),
             )
-            self.log_dir = Path(ray._private.worker._global_node.get_logs_dir_path())
-            self.ray_address = context.address_info["gcs_address"]
         else:
             try:
                 context = ray.init(
@@ -148,7 +148,8 @@ class Deployment:
                 )
             except ConnectionError as error:
                 raise StartError(f"no Ray cluster at {self.address!r}: {error}") from None
-            self.ray_address = context.address_info["gcs_address"]
+        self.log_dir = Path(ray._private.worker._global_node.get_logs_dir_path())
+        self.ray_address = str(context.address_info["gcs_address"])
         self._connected = True
 
     def _init_ray(self, **options: Any) -> Any:
@@ -230,7 +231,7 @@ class Deployment:
             details = _get_global_client().get_serve_details()["applications"].get(self._app_name, {})
             if details.get("status") == "RUNNING":
                 return
-            if reason := progress.failure(details, self.log_dir):
+            if reason := progress.failure(details, self.log_dir, self._started_epoch_s):
                 raise StartError(f"a replica failed to start: {reason}")
             lines = progress.describe(details.get("deployments", {}), self._names, self.log_dir)
             for line in lines:

@@ -84,11 +84,11 @@ def _stage_of(replica: Mapping[str, Any], log_dir: Path | None) -> str:
     return stage(replica_log(log_dir, replica["worker_id"])) if log_dir else str(replica["state"]).lower()
 
 
-def failure(details: Mapping[str, Any], log_dir: Path | None) -> str | None:
+def failure(details: Mapping[str, Any], log_dir: Path | None, since: float = 0.0) -> str | None:
     """Why the application will not start, or `None` while it still may.
 
-    Looks for the first error in the replicas' logs that says more than "another process failed"; without one, falls
-    back to Serve's own message.
+    Looks for the first error in the workers' logs written after `since` (seconds since the epoch) that says more than
+    "another process failed"; without one, falls back to Serve's own message.
     """
     deployments = details.get("deployments", {})
     failed = details.get("status") == "DEPLOY_FAILED" or any(
@@ -97,10 +97,9 @@ def failure(details: Mapping[str, Any], log_dir: Path | None) -> str | None:
     if not failed:
         return None
     messages = [details.get("message", ""), *(deployment.get("message", "") for deployment in deployments.values())]
-    logs: Iterable[Path] = (
-        sorted(log_dir.glob("worker-*.err")) + sorted(log_dir.glob("worker-*.out")) if log_dir else []
-    )
-    return true_reason([*(path.read_text(errors="replace") for path in logs), *messages])
+    logs = [path for kind in ("err", "out") for path in sorted(log_dir.glob(f"worker-*.{kind}"))] if log_dir else []
+    recent = [path.read_text(errors="replace") for path in logs if path.stat().st_mtime >= since]
+    return true_reason([*recent, *messages])
 
 
 def true_reason(texts: Iterable[str]) -> str:
