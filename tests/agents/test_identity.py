@@ -7,7 +7,7 @@ import random
 import string
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -25,6 +25,8 @@ from ropewalk.agents.identity import (
     anchor_sketch,
     clean_agent_name,
 )
+from ropewalk.workloads.datasets import load_questions
+from ropewalk.workloads.programs.gsm8k import Gsm8kProgram
 
 
 def sentences(rng: random.Random, count: int) -> list[str]:
@@ -285,6 +287,23 @@ def test_an_index_weighs_rare_pieces_more_than_shared_ones() -> None:
     stranger = AnchorSketch(tuple(sorted(shared | set(range(900, 910)))), 50, 0)
     # Unweighted, each agent is contained by 40 of 50; that would be near enough to pass for a new version.
     assert all(contained < 0.7 for _, contained, _ in AnchorIndex(profiles).candidates(stranger))
+
+
+@pytest.mark.parametrize("headers", ["turn", "session"])
+def test_the_agents_of_the_gsm8k_chat_are_recognised_without_their_names(
+    headers: Literal["turn", "session"],
+) -> None:
+    program = Gsm8kProgram(load_questions("sample"), headers=headers, max_prompt_tokens=6000)
+    registry = AgentRegistry()
+    sessions = [program.session(index) for index in range(10)]
+    ids: dict[str, set[str | None]] = {}
+    for number in range(len(sessions[0].turns)):  # the sessions take turns, as in a cluster
+        for session in sessions:
+            messages = program.messages(session, number, ["Done."] * number)
+            found = registry.resolve(None, anchor_sketch({"messages": messages}), session.id).agent
+            ids.setdefault(session.turns[number].agent, set()).add(found)
+    assert all(len(found) == 1 for found in ids.values())
+    assert len(registry) == len(ids)
 
 
 class RegistryMachine(RuleBasedStateMachine):
