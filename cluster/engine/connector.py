@@ -236,12 +236,15 @@ class RopewalkConnector(KVConnectorBase_V1):
         # The last sampled token has not been fed back, so it has no KV yet.
         num_tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1)
         num_tokens = min(num_tokens, len(block_ids) * self._block_size)
-        saving = not tracked.is_stage and self._queue_save(tracked, num_tokens, block_ids, finished=True)
-        return saving, {PARAMS_KEY: {"fallbacks": tracked.fallbacks}}
+        saving = None
+        if not tracked.is_stage:
+            saving = self._queue_save(tracked, num_tokens, block_ids, finished=True)
+        return saving is not None, {PARAMS_KEY: {"fallbacks": tracked.fallbacks, "saving": saving}}
 
-    def _queue_save(self, tracked: _Tracked, num_tokens: int, block_ids: list[int], *, finished: bool) -> bool:
+    def _queue_save(self, tracked: _Tracked, num_tokens: int, block_ids: list[int], *, finished: bool) -> str | None:
+        """Queue what is not stored yet; return the name of the chunk that will be stored last, or None."""
         if not self._settings.save or num_tokens <= 0:
-            return False
+            return None
         tokens = as_tokens(tracked.request.all_token_ids[:num_tokens])
         tenant = tracked.place[1]
         # A run that was not reached (the request was aborted, a chunk was missing) would leave false edges: only what
@@ -253,9 +256,9 @@ class RopewalkConnector(KVConnectorBase_V1):
             if not self._is_stored(tracked.place, piece, tokens, must=tracked.is_stage)
         ]
         if not parts:
-            return False
+            return None
         self._saves.append(Save(tracked.request.request_id, tracked.place, parts, finished))
-        return True
+        return parts[-1].header.chain
 
     def _is_stored(self, place: Place, piece: Piece, tokens: Tokens, *, must: bool) -> bool:
         """Tell whether saving a piece adds nothing. A stage's piece `must` be there under its own name."""

@@ -13,7 +13,7 @@ import logging
 import shutil
 import time
 import uuid
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
@@ -38,6 +38,12 @@ logger = logging.getLogger(__name__)
 MAX_REPORTS = 4096
 """Reports kept for requests whose HTTP side never asks for them."""
 
+SAVE_DEADLINE = 1.0
+"""Seconds after which a chunk that was to be stored is given up: the store was full, or emptied."""
+
+SAVE_POLL = 0.002
+"""Seconds between two looks for it."""
+
 
 class PlannedEngine:
     """An `EngineClient` that plans. Everything but `generate` is the wrapped client's."""
@@ -54,6 +60,7 @@ class PlannedEngine:
         self._stores: dict[str, NodeStore] = {}
         self._reports: OrderedDict[str, list[RequestReport]] = OrderedDict()
         self._counters: Counter[str] = Counter()
+        self._saving: deque[tuple[NodeStore, str, float]] = deque()
         self._prepared = asyncio.Lock()
         self._probed = False
         self._turn_error: float | None = None
@@ -123,6 +130,7 @@ class PlannedEngine:
         if settings.tenant != "default":
             # vLLM's own prefix cache must not be shared between tenants either.
             prompt = {**prompt, "cache_salt": settings.tenant}
+        await self._wait_for_saves()
         plan = self._plan(tokens, settings, report)
         num_computed_by_stages = 0
         for number, length in enumerate(plan.stages):
@@ -134,9 +142,26 @@ class PlannedEngine:
             if output.finished:
                 returned = (output.kv_transfer_params or {}).get(PARAMS_KEY) or {}
                 report.fallbacks.extend(returned.get("fallbacks", ()))
+                if returned.get("saving"):
+                    deadline = time.monotonic() + SAVE_DEADLINE
+                    self._saving.append((self._store(settings.tenant), returned["saving"], deadline))
                 self._finish(report, settings, output, plan, num_computed_by_stages)
             output.kv_transfer_params = None  # internal: not for clients
             yield output
+
+    async def _wait_for_saves(self) -> None:
+        """Wait until the engine has stored what this replica answered before.
+
+        An answer leaves the engine one step before its KV is stored. The engine would not start on another request
+        sooner either, so that the wait costs nothing, and a client finds what its last request computed.
+        """
+        while self._saving:
+            store, chain, deadline = self._saving[0]
+            if store.contains(chain) or time.monotonic() > deadline:
+                with contextlib.suppress(IndexError):
+                    self._saving.popleft()
+            else:
+                await asyncio.sleep(SAVE_POLL)
 
     def _plan(self, tokens: Tokens, settings: RequestSettings, report: RequestReport) -> Plan:
         reuse = settings.mode == "reuse"

@@ -1,0 +1,165 @@
+"""Reuse is real: a body behind a changed header is served from the store, turned, and nobody else sees it."""
+
+import math
+import random
+import threading
+from pathlib import Path
+
+import pytest
+
+from .conftest import Answer
+from .prompts import body_and_headers, prompt
+
+pytestmark = pytest.mark.engine
+
+NUM_BODY = 1500
+MODELS = {
+    "smollm2": ("smollm2-135m", {"dtype": "bfloat16"}),
+    "recall-mla": ("recall-mla", {"dtype": "bfloat16"}),
+    "recall-mla-reference": ("recall-mla", {"dtype": "bfloat16", "attention_backend": "CPU_MLA"}),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def case(request, start_engine, new_store):
+    model, arguments = MODELS[request.param]
+    return model, start_engine(model, store=new_store(), **arguments)
+
+
+def divergence(truth: Answer, other: Answer) -> float:
+    """KL(truth ‖ other) of the first token, in nats."""
+    return sum(math.exp(p) * (p - other.first_logprobs[token]) for token, p in truth.first_logprobs.items() if p > -60)
+
+
+def chunk_files(root: Path) -> list[Path]:
+    return sorted(root.glob("*/*/objects/*/*"))
+
+
+def test_the_turn_probe_accepts_the_engine(case):
+    _, engine = case
+    status = engine.client.status()
+    assert status["reuse_refused"] is None
+    assert 0 < status["turn_error"] < 1.5e-2
+
+
+def test_a_body_behind_a_changed_header_is_served_from_the_store_and_turning_it_matters(case, record_property):
+    model, engine = case
+    body, make_header, questions = body_and_headers(model, random.Random(30), NUM_BODY)
+    first = make_header(128)
+    for tenant in ("default", "unturned"):  # a tenant of its own keeps unturned KV away from everybody
+        engine.ask([*first, *body, *questions[0]], mode="reuse", tenant=tenant)
+    turned, unturned = [], []
+    for length, question in zip((50, 99, 150, 200), questions[1:], strict=False):
+        tokens = [*make_header(length), *body, *question]
+        answer = engine.ask(tokens, mode="reuse", logprobs=-1)
+        assert answer.num_cached >= 0.85 * NUM_BODY, "vLLM counts fewer cached tokens than 85 % of the body"
+        assert answer.report.tokens["reused"] == answer.num_cached
+        assert answer.report.fallbacks == []
+        reused = [planned for planned in answer.report.plan if planned.source == "reuse"]
+        assert {planned.turn for planned in reused} == {length - 128}
+        assert [planned.source for planned in answer.report.plan][:1] == ["compute"]
+        truth = engine.ask(tokens, mode="exact", tenant=f"fresh-{length}", logprobs=-1)
+        assert truth.num_cached == 0
+        turned.append(divergence(truth, answer))
+        other = engine.ask(tokens, mode="reuse", tenant="unturned", rotate=False, logprobs=-1)
+        assert other.num_cached >= 0.85 * NUM_BODY
+        unturned.append(divergence(truth, other))
+    record_property("kl_turned", turned)
+    record_property("kl_unturned", unturned)
+    assert sum(turned) < 0.5 * sum(unturned)
+    assert sum(turned) / len(turned) < 0.1
+
+
+def test_an_exact_request_sees_nothing_that_a_reuse_request_left(case):
+    model, engine = case
+    body, make_header, questions = body_and_headers(model, random.Random(31), NUM_BODY)
+    engine.ask([*make_header(128), *body, *questions[0]], mode="reuse")
+    header = make_header(96)
+    tokens = [*header, *body, *questions[1]]
+    reused = engine.ask(tokens, mode="reuse", max_tokens=70, ignore_eos=True)
+    assert reused.report.tokens["reused"] >= 0.85 * NUM_BODY
+    exact = engine.ask(tokens, mode="exact")
+    assert exact.num_cached <= len(header) + 1
+    # What was generated behind reused KV is no more exact than what it was generated from.
+    continued = engine.ask([*tokens, *reused.token_ids, *questions[2]], mode="exact", tenant="default")
+    assert continued.report.tokens["reused"] == 0
+    assert continued.report.tokens["exact"] == continued.num_cached
+    alone = engine.ask([*tokens, *reused.token_ids, *questions[2]], mode="exact", tenant="alone")
+    assert alone.token_ids == continued.token_ids
+
+
+def test_the_next_turn_of_a_reuse_session_finds_its_own_generated_tokens(case):
+    model, engine = case
+    body, make_header, questions = body_and_headers(model, random.Random(32), NUM_BODY)
+    engine.ask([*make_header(128), *body, *questions[0]], mode="reuse")
+    tokens = [*make_header(77), *body, *questions[1]]
+    reused = engine.ask(tokens, mode="reuse", max_tokens=70, ignore_eos=True)
+    following = engine.ask([*tokens, *reused.token_ids, *questions[2]], mode="reuse")
+    assert following.num_cached >= len(tokens) + 69 - 32
+
+
+def test_the_same_content_under_another_tenant_is_computed(case):
+    model, engine = case
+    tokens = prompt(model, random.Random(33), 500)
+    engine.ask(tokens, mode="reuse", tenant="one")
+    assert engine.ask(tokens, mode="reuse", tenant="two").num_cached == 0
+
+
+def test_a_damaged_chunk_is_recomputed_with_a_named_reason(case):
+    model, engine = case
+    tokens = prompt(model, random.Random(34), 600)
+    before = set(chunk_files(engine.store_root))
+    truth = engine.ask(tokens)
+    own = sorted(set(chunk_files(engine.store_root)) - before)
+    for path in own[:2]:
+        data = bytearray(path.read_bytes())
+        data[-20] ^= 0xFF
+        path.write_bytes(data)
+    if engine.client.status()["block_size"] == 32:
+        engine.forget_prefixes()
+    answer = engine.ask(tokens)
+    assert answer.report.fallbacks == ["chunk_corrupt"]
+    assert answer.token_ids == truth.token_ids
+    assert answer.num_cached < 599
+    engine.ask(tokens)  # and the engine goes on
+
+
+def test_requests_survive_a_store_that_is_emptied_all_the_time(case):
+    model, engine = case
+    body, make_header, questions = body_and_headers(model, random.Random(35), 800)
+    stop = threading.Event()
+
+    def empty() -> None:
+        while not stop.wait(0.05):
+            for path in chunk_files(engine.store_root):
+                path.unlink(missing_ok=True)
+
+    thread = threading.Thread(target=empty)
+    thread.start()
+    try:
+        for number in range(6):
+            tokens = [*make_header(60 + number), *body, *questions[number % len(questions)]]
+            assert engine.ask(tokens, mode="reuse").token_ids
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_prompts_that_cannot_be_planned_say_why(case):
+    model, engine = case
+    short = prompt(model, random.Random(36), 20 if model != "recall-mla" else 40)[:20]
+    answer = engine.ask(short, mode="reuse")
+    assert answer.report.tokens["computed"] == 20
+
+
+@pytest.mark.parametrize("case", ["recall-mla"], indirect=True)
+def test_two_engines_share_one_store(case, start_engine):
+    """What one replica computed, the other one reuses."""
+    model, engine = case
+    other = start_engine(model, store=engine.store_root, **MODELS["recall-mla"][1])
+    body, make_header, questions = body_and_headers(model, random.Random(37), NUM_BODY)
+    tokens = [*make_header(128), *body, *questions[0]]
+    engine.ask(tokens, mode="exact")
+    assert other.ask(tokens, mode="exact").num_cached == len(tokens) - 1
+    moved = other.ask([*make_header(64), *body, *questions[1]], mode="reuse")
+    assert moved.report.tokens["reused"] >= 0.85 * NUM_BODY
