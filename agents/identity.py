@@ -674,8 +674,10 @@ class AgentRegistry:
             if twin is not None and not self._entries[twin].named:
                 self._rename(twin, name, renamed)
         assert agent is not None
-        created = agent not in self._entries
-        entry = self._entries.setdefault(agent, AgentEntry(agent, named=name is not None, first_session=session))
+        entry = self._entries.get(agent)
+        created = entry is None
+        if entry is None:
+            entry = self._entries[agent] = AgentEntry(agent, named=name is not None, first_session=session)
         self._entries.move_to_end(agent)
         if history is not None:
             entry.history, entry.several_sessions = history, True
@@ -689,7 +691,8 @@ class AgentRegistry:
                 self.index.put(agent, entry.history.profile())
             if known < entry.history.num_sessions in ADOPT_SESSIONS:
                 self._adopt(agent, renamed)
-        return Resolution(agent, created, tuple(renamed), tuple(self._evict()))
+        evicted = tuple(self._evict()) if len(self._entries) > self.max_agents else ()
+        return Resolution(agent, created, tuple(renamed), evicted)
 
     def _new_id(self, sketch: AnchorSketch) -> str:
         agent = f"agent-{sketch.fingerprint}"

@@ -228,13 +228,15 @@ class SchedulerState:
             previous = self.sessions.update(o.session, agent, o.replica, o.time_s, o.prompt_tokens)
         if agent is not None:
             self.transitions.observe(previous, agent)
-            warm = self._warm.setdefault(agent, OrderedDict())
+            if agent not in self._warm:
+                self._warm[agent], self._tokens[agent] = OrderedDict(), _Tokens()
+            warm = self._warm[agent]
             warm[o.replica] = (o.node, o.time_s)
             warm.move_to_end(o.replica)
             if len(warm) > MAX_WARM_REPLICAS:
                 warm.popitem(last=False)
             self._models[agent] = o.model
-            tokens = self._tokens.setdefault(agent, _Tokens())
+            tokens = self._tokens[agent]
             tokens.prompt += o.prompt_tokens
             tokens.cached += o.cached_tokens
             tokens.reused += o.reused_tokens
@@ -389,6 +391,7 @@ class SchedulerState:
         self.transitions.check_integrity()
         unknown = self._known_somewhere() - {entry.agent for entry in self.registry.entries()}
         assert not unknown, f"tables speak of unknown agents {sorted(unknown)}"
+        assert self._warm.keys() == self._tokens.keys()
         assert all(len(warm) <= MAX_WARM_REPLICAS for warm in self._warm.values())
 
 

@@ -42,7 +42,8 @@ class TransitionCounts:
 
     def add_agent(self, agent: str) -> None:
         """Make an agent known before its first hand-over."""
-        self._counts.setdefault(agent, Counter())
+        if agent not in self._counts:
+            self._counts[agent] = Counter()
 
     def observe(self, previous: str | None, agent: str) -> None:
         """Count one turn of `agent` after one of `previous` (None: first turn of a session)."""
