@@ -66,7 +66,10 @@ def run(args: argparse.Namespace) -> int:
         # Checked before anything is started, which takes a minute.
         replays = replay_configs(f"http://127.0.0.1:{port}/v1", args.sessions, args.turns, args.seed)
         with _interrupted_by(signal.SIGTERM), LocalCluster(config, report=_relay_to(console)) as cluster:
-            console.print(f"{args.sessions} sessions of {args.turns} turns on each arm, in turn ...")
+            console.print(
+                f"Replaying {args.sessions} sessions of {args.turns} turns on each arm, in turn. Every prompt begins "
+                "with a header that changes (time, retrieved text): all behind it is lost to a prefix cache."
+            )
             results = asyncio.run(_replay(replays))
             write_reports(args.out, results)
             _print_comparison(console, results, args.out)
