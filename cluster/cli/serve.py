@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -49,6 +50,10 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--detach needs --address: a cluster of this process ends with it")
     from ropewalk.cluster.serve.local import Deployment, StartError, port_problem
 
+    if args.address is not None and not _listens(args.address):
+        raise UserError(
+            f"--address {args.address}: no Ray cluster listens there; give HOST:PORT of its head, or 'auto'"
+        )
     if args.address is None and (problem := port_problem(config.http.host, config.http.port)):
         raise UserError(
             f"cannot listen on {config.http.host}:{config.http.port}: {problem}; choose another with --port"
@@ -149,6 +154,18 @@ def _explain_failure(reason: str, log_dir: Path | None, noise: str, errors: Text
 
 def _say(line: str) -> None:
     print(line, flush=True)
+
+
+def _listens(address: str) -> bool:
+    """Whether something does at `HOST:PORT`: Ray itself would go on trying for minutes. `auto` is left to Ray."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return True
+    try:
+        with socket.create_connection((host, int(port)), timeout=5):
+            return True
+    except (OSError, OverflowError):
+        return False
 
 
 def _orphaned(parent: int | None) -> bool:

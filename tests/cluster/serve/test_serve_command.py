@@ -68,6 +68,12 @@ def test_detaching_from_a_cluster_of_its_own(capsys: pytest.CaptureFixture[str])
     assert "--detach needs --address" in refused(capsys, "serve", "--model", "recall-mla", "--detach")
 
 
+def test_an_address_at_which_there_is_no_ray(capsys: pytest.CaptureFixture[str]) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    line = refused(capsys, "serve", "--model", "recall-mla", "--address", address)
+    assert f"--address {address}: no Ray cluster" in line
+
+
 def test_status_of_an_endpoint_that_does_not_answer(capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(capsys, "status", "--endpoint", f"http://127.0.0.1:{free_port()}/v1")
     assert "no answer" in line
