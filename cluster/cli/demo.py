@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 MODEL_SOURCE = "smollm2-135m"
 ARMS = ("vllm", "ropewalk")
 REPLICAS = 2
-KV_CACHE_GIB = 1.0
-"""Room for 45,000 tokens a replica: more than all sessions in flight hold, so plain vLLM loses no prefix hit to it."""
+KV_CACHE_GIB = 0.5
+"""Room for 22,000 tokens a replica: more than all sessions in flight hold, so plain vLLM loses no prefix hit to it."""
+MEMORY_GIB = 12
+"""What the four replicas, their engines and Ray take together (seen: 14 GiB with a cache of 1 GiB)."""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -49,6 +51,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Returns 1 when the cluster does not start or a request failed, 130 when interrupted."""
+    import psutil
     from rich.console import Console
 
     from ropewalk.cluster.serve.local import LocalCluster, StartError, free_port, port_problem
@@ -65,6 +68,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         # Checked before anything is started, which takes a minute.
         replays = replay_configs(f"http://127.0.0.1:{port}/v1", args.sessions, args.turns, args.seed)
+        if (free := psutil.virtual_memory().available / 2**30) < MEMORY_GIB:
+            console.print(
+                f"warning: the demo needs about {MEMORY_GIB} GiB of memory, and {free:.0f} are free", style="yellow"
+            )
         with _interrupted_by(signal.SIGTERM), LocalCluster(config, report=_relay_to(console)) as cluster:
             console.print(
                 f"Replaying {args.sessions} sessions of {args.turns} turns on each arm, in turn. Every prompt begins "
