@@ -32,6 +32,8 @@ NAMESPACE = "ropewalk"
 OBJECT_STORE_BYTES = 128 * 2**20
 """Requests and answers only: KV goes through the chunk store, never through Ray's object store."""
 
+MIN_SHARED_MEMORY_BYTES = 2**30
+
 STORE_PREFIX = "ropewalk-store-"
 """Temporary stores are called after the process that they belong to: `ropewalk-store-<pid>-<random>`."""
 
@@ -147,7 +149,9 @@ class Deployment:
                     address=self.address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR
                 )
             except ConnectionError as error:
-                raise StartError(f"no Ray cluster at {self.address!r}: {error}") from None
+                raise StartError(
+                    f"{error}; a cluster with token authentication needs RAY_AUTH_MODE=token and its token"
+                ) from None
         self.log_dir = Path(ray._private.worker._global_node.get_logs_dir_path())
         self.ray_address = str(context.address_info["gcs_address"])
         self._connected = True
@@ -183,8 +187,7 @@ class Deployment:
 
             return default_store_root()
         if self._store_dir is None:
-            shared_memory = Path("/dev/shm")
-            parent = shared_memory if os.access(shared_memory, os.W_OK) else Path(tempfile.gettempdir())
+            parent = _store_parent()
             remove_stale_stores(parent)
             self._store_dir = Path(tempfile.mkdtemp(prefix=f"{STORE_PREFIX}{os.getpid()}-", dir=parent))
         return self._store_dir
@@ -194,6 +197,7 @@ class Deployment:
         from ray import serve
         from ray.serve.schema import LoggingConfig
 
+        from ropewalk.cluster.engine.settings import default_store_budget
         from ropewalk.cluster.serve.application import (
             APP_NAME,
             build_application,
@@ -216,6 +220,9 @@ class Deployment:
             serve.delete(APP_NAME)  # an application that failed cannot be deployed over
         application = build_application(self.config, sources, self.store_root(), loopback=self.address is None)
         replicas = ", ".join(f"{model.name} x {model.replicas}" for model in self.config.models)
+        if not all(model.plain for model in self.config.models):
+            budget = self.config.store.budget or default_store_budget(self.store_root())
+            self.say(f"chunk store: {self.store_root()}, at most {budget / 2**30:.1f} GiB")
         self.say(f"deploying {replicas}")
         serve.run_many(
             [serve.RunTarget(application, name=APP_NAME, route_prefix="/", logging_config=quiet)],
@@ -246,29 +253,39 @@ class Deployment:
 
     def stop(self, *, keep_logs: bool = False) -> None:
         """Stop what `start` has started; on a running cluster only the application."""
-        if self._connected:
-            import ray
-            from ray import serve
-
-            if self.address is not None:
-                from ropewalk.scheduler.actor import stop_scheduler
-
-                with contextlib.suppress(Exception):
-                    serve.delete(self._app_name)
-                with contextlib.suppress(Exception):
-                    stop_scheduler()
-                ray.shutdown()
-            else:
-                started = psutil.Process().children(recursive=True)
-                _shut_down_serve()
-                started += [p for p in psutil.Process().children(recursive=True) if p not in started]
-                ray.shutdown()
-                end_processes(started)
-            self._connected = False
+        if self.address is None:
+            self._stop_ray()
+        elif self._connected:
+            self._delete_application()
         if self._store_dir is not None:
             shutil.rmtree(self._store_dir, ignore_errors=True)
         if self._work_dir is not None and not keep_logs:
             shutil.rmtree(self._work_dir, ignore_errors=True)
+
+    def _stop_ray(self) -> None:
+        """End the Ray of this process, also one that was interrupted while it started."""
+        started = psutil.Process().children(recursive=True)
+        if self._connected:
+            import ray
+
+            _shut_down_serve()
+            started += [process for process in psutil.Process().children(recursive=True) if process not in started]
+            ray.shutdown()
+            self._connected = False
+        end_processes(started)
+
+    def _delete_application(self) -> None:
+        import ray
+        from ray import serve
+
+        from ropewalk.scheduler.actor import stop_scheduler
+
+        with contextlib.suppress(Exception):  # whatever is wrong there, this process has to end
+            serve.delete(self._app_name)
+        with contextlib.suppress(Exception):
+            stop_scheduler()
+        ray.shutdown()
+        self._connected = False
 
 
 def _shut_down_serve() -> None:
@@ -310,6 +327,14 @@ def _is_resource_tracker(process: psutil.Process) -> bool:
         return "resource_tracker" in " ".join(process.cmdline())
     except psutil.Error:
         return False
+
+
+def _store_parent() -> Path:
+    """Shared memory where it has room: containers often get 64 MB of it, which holds a few thousand tokens only."""
+    shared_memory = Path("/dev/shm")
+    if os.access(shared_memory, os.W_OK) and shutil.disk_usage(shared_memory).free >= MIN_SHARED_MEMORY_BYTES:
+        return shared_memory
+    return Path(tempfile.gettempdir())
 
 
 def remove_stale_stores(parent: Path) -> None:
