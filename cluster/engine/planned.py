@@ -121,35 +121,39 @@ class PlannedEngine:
         if tokens is None:
             report.fallbacks.append(reason)
             params = _set_params(sampling_params, None)
-            async for output in self._client.generate(prompt, params, request_id, **kwargs):
-                if output.finished:
-                    self._finish(report, settings, output, Plan(len(output.prompt_token_ids or ()), 0, (), (), ()), 0)
-                yield output
+            async with contextlib.aclosing(self._client.generate(prompt, params, request_id, **kwargs)) as outputs:
+                async for output in outputs:
+                    if output.finished:
+                        num_tokens = len(output.prompt_token_ids or ())
+                        self._finish(report, settings, output, Plan(num_tokens, 0, (), (), ()))
+                    yield output
             return
 
         if settings.tenant != "default":
             # vLLM's own prefix cache must not be shared between tenants either.
             prompt = {**prompt, "cache_salt": settings.tenant}
-        await self._wait_for_saves()
+        await self.wait_for_saves()
         plan = self._plan(tokens, settings, report)
         num_computed_by_stages = 0
         for number, length in enumerate(plan.stages):
             num_computed_by_stages += await self._run_stage(prompt, length, plan, settings, request_id, number, kwargs)
         params = self._with_plan(sampling_params, plan, settings, is_stage=False)
-        async for output in self._client.generate(prompt, params, request_id, **kwargs):
-            # What a stage computed for this request is no cache hit.
-            output.num_cached_tokens = max((output.num_cached_tokens or 0) - num_computed_by_stages, 0)
-            if output.finished:
-                returned = (output.kv_transfer_params or {}).get(PARAMS_KEY) or {}
-                report.fallbacks.extend(returned.get("fallbacks", ()))
-                if returned.get("saving"):
-                    deadline = time.monotonic() + SAVE_DEADLINE
-                    self._saving.append((self._store(settings.tenant), returned["saving"], deadline))
-                self._finish(report, settings, output, plan, num_computed_by_stages)
-            output.kv_transfer_params = None  # internal: not for clients
-            yield output
+        # Closed at once when the client goes away: vLLM then aborts the request.
+        async with contextlib.aclosing(self._client.generate(prompt, params, request_id, **kwargs)) as outputs:
+            async for output in outputs:
+                # What a stage computed for this request is no cache hit.
+                output.num_cached_tokens = max((output.num_cached_tokens or 0) - num_computed_by_stages, 0)
+                if output.finished:
+                    returned = (output.kv_transfer_params or {}).get(PARAMS_KEY) or {}
+                    report.fallbacks.extend(returned.get("fallbacks", ()))
+                    if returned.get("saving"):
+                        deadline = time.monotonic() + SAVE_DEADLINE
+                        self._saving.append((self._store(settings.tenant), returned["saving"], deadline))
+                    self._finish(report, settings, output, plan)
+                output.kv_transfer_params = None  # internal: not for clients
+                yield output
 
-    async def _wait_for_saves(self) -> None:
+    async def wait_for_saves(self) -> None:
         """Wait until the engine has stored what this replica answered before.
 
         An answer leaves the engine one step before its KV is stored. The engine would not start on another request
@@ -217,9 +221,7 @@ class PlannedEngine:
         }
         return _set_params(sampling_params, {PARAMS_KEY: params})
 
-    def _finish(
-        self, report: RequestReport, settings: RequestSettings, output: RequestOutput, plan: Plan, by_stages: int
-    ) -> None:
+    def _finish(self, report: RequestReport, settings: RequestSettings, output: RequestOutput, plan: Plan) -> None:
         num_tokens = len(output.prompt_token_ids or ())
         cached = output.num_cached_tokens or 0
         report.num_prompt_tokens = num_tokens

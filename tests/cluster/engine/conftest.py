@@ -120,6 +120,10 @@ class Engine:
         """Empty vLLM's own prefix cache."""
         assert self._run(self.llm.reset_prefix_cache())
 
+    def settle(self) -> None:
+        """Wait until what was answered is stored."""
+        self._run(self.client.wait_for_saves())
+
     def stop(self) -> None:
         self.llm.shutdown()
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -110,8 +110,10 @@ def test_a_damaged_chunk_is_recomputed_with_a_named_reason(case):
     tokens = prompt(model, random.Random(34), 600)
     before = set(chunk_files(engine.store_root))
     truth = engine.ask(tokens)
+    engine.settle()
     own = sorted(set(chunk_files(engine.store_root)) - before)
-    for path in own[:2]:
+    assert own
+    for path in own:
         data = bytearray(path.read_bytes())
         data[-20] ^= 0xFF
         path.write_bytes(data)
@@ -120,7 +122,7 @@ def test_a_damaged_chunk_is_recomputed_with_a_named_reason(case):
     answer = engine.ask(tokens)
     assert answer.report.fallbacks == ["chunk_corrupt"]
     assert answer.token_ids == truth.token_ids
-    assert answer.num_cached < 599
+    assert answer.num_cached == 0
     engine.ask(tokens)  # and the engine goes on
 
 
