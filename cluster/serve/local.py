@@ -123,6 +123,8 @@ class Deployment:
             os.environ.setdefault("RAY_worker_niceness", "0")
             # Ray's 0.1 s costs some percent of a core all the time; nothing here changes that fast.
             os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.3")
+            # On a busy machine a proxy takes longer than Ray's 5 s to come up, and would be killed for it.
+            os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
             self._work_dir = _short_temp_dir()
             self.say(f"starting Ray on 127.0.0.1 (logs: {self._work_dir}/session_latest/logs)")
         else:
