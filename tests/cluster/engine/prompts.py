@@ -34,9 +34,11 @@ def english(rng: random.Random, num_tokens: int) -> list[int]:
 
 def recall(rng: random.Random, num_tokens: int) -> list[int]:
     """A header, notes and a question about one of their facts, `num_tokens` in all."""
-    header = make_header(rng, 10)
-    document = make_document(rng, num_tokens - len(header) - 5)
-    return [*header, *document.tokens, *make_question(rng.choice([*document.unique_keys(), document.facts[0].key]))]
+    header = make_header(rng, 4)
+    while True:
+        document = make_document(rng, num_tokens - len(header) - 5)
+        if keys := document.unique_keys():
+            return [*header, *document.tokens, *make_question(rng.choice(keys))]
 
 
 def prompt(model: str, rng: random.Random, num_tokens: int) -> list[int]:
