@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,8 +93,8 @@ def spliced_fact(
     return _answer(model, key, full), _answer(model, key, past)
 
 
-def study(model: RecallModel, num_tokens: int, num_prompts: int, seed: int) -> list[Outcome]:
-    """All cases, each on the same prompts."""
+def study(model: RecallModel, num_tokens: int, num_prompts: int, seed: int) -> Iterator[Outcome]:
+    """All cases, one after the other, each on the same prompts."""
 
     def run(
         case: str,
@@ -117,14 +117,13 @@ def study(model: RecallModel, num_tokens: int, num_prompts: int, seed: int) -> l
             divergence += float((full.exp() * (full - reused)).sum())
         return Outcome(case, right / count, divergence / count)
 
-    outcomes: list[Outcome] = []
     for reassigned, label in ((False, ""), (True, "re-assigned: ")):
 
         def full(rng: random.Random, prompt: Prompt) -> tuple[Tensor, Tensor]:
             answer = moved_document(model, rng, prompt, SHORT_HEADER, SHORT_HEADER, turn=True)[0]
             return answer, answer
 
-        outcomes.append(run(label + "full prefill", reassigned, full))
+        yield run(label + "full prefill", reassigned, full)
         for turn, turned in ((True, "turned"), (False, "not turned")):
             for source, target, name in (
                 (SHORT_HEADER, LONG_HEADER, "longer header"),
@@ -136,12 +135,12 @@ def study(model: RecallModel, num_tokens: int, num_prompts: int, seed: int) -> l
                 ) -> tuple[Tensor, Tensor]:
                     return moved_document(model, rng, prompt, source, target, turn=turn)
 
-                outcomes.append(run(f"{label}document moved behind a {name}, {turned}", reassigned, moved))
+                yield run(f"{label}document moved behind a {name}, {turned}", reassigned, moved)
 
             def mixed(rng: random.Random, prompt: Prompt, turn: bool = turn) -> tuple[Tensor, Tensor]:
                 return mixed_chunks(model, rng, prompt, turn=turn)
 
-            outcomes.append(run(f"{label}each chunk from another text, {turned}", reassigned, mixed))
+            yield run(f"{label}each chunk from another text, {turned}", reassigned, mixed)
     for ask_removed, asked in ((False, "a later fact"), (True, "the removed fact")):
         for turn, turned in ((True, "turned"), (False, "not turned")):
 
@@ -150,10 +149,7 @@ def study(model: RecallModel, num_tokens: int, num_prompts: int, seed: int) -> l
             ) -> tuple[Tensor, Tensor] | None:
                 return spliced_fact(model, rng, prompt, turn=turn, ask_removed=ask_removed)
 
-            outcomes.append(
-                run(f"a fact spliced out, asked for {asked}, rest {turned}", False, spliced, of_full=ask_removed)
-            )
-    return outcomes
+            yield run(f"a fact spliced out, asked for {asked}, rest {turned}", False, spliced, of_full=ask_removed)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -170,7 +166,7 @@ def main(argv: list[str] | None = None) -> int:
     model = load_model(arguments.model_dir, torch.float32)
     print(f"| {arguments.num_tokens} tokens, {arguments.num_prompts} prompts | recall | KL |\n| --- | --- | --- |")
     for outcome in study(model, arguments.num_tokens, arguments.num_prompts, arguments.seed):
-        print(f"| {outcome.case} | {outcome.recall:.2f} | {outcome.divergence:.4f} |", flush=True)
+        print(f"| {outcome.case} | {outcome.recall:.2f} | {max(outcome.divergence, 0.0):.2g} |", flush=True)
     return 0
 
 
