@@ -123,6 +123,7 @@ def _llm_config(config: ClusterConfig, model: ModelConfig, source: str, store_ro
         "ray_actor_options": {"num_cpus": 0},
         "max_constructor_retry_count": MAX_CONSTRUCTOR_RETRIES,
         "graceful_shutdown_timeout_s": 5,
+        "graceful_shutdown_wait_loop_s": 0.5,
         "health_check_timeout_s": 30,  # Ray's 10 s end replicas that merely wait for a busy CPU
     }
     if not model.plain:

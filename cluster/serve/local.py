@@ -99,6 +99,7 @@ class Deployment:
         self.log_dir: Path | None = None
         self.ray_address = ""
         self._connected = False
+        self._deployed = False
 
     def say(self, message: str) -> None:
         """Report progress with the seconds since the start."""
@@ -197,6 +198,7 @@ class Deployment:
     def _deploy(self, sources: Mapping[str, str]) -> None:
         self.say("Ray is up; importing Ray Serve and vLLM")
         from ray import serve
+        from ray.serve.context import _get_global_client
         from ray.serve.schema import LoggingConfig
 
         from ropewalk.cluster.engine.settings import default_store_budget
@@ -210,14 +212,20 @@ class Deployment:
 
         self._names = {model.name: deployment_name(model) for model in self.config.models}
         self._app_name = APP_NAME
-        if (settings := scheduler_settings(self.config)) is not None:
-            get_or_create_scheduler(settings)
         quiet = LoggingConfig(enable_access_log=False, log_level="WARNING")
         serve.start(
             http_options={"host": self.config.http.host, "port": self.config.http.port},
             proxy_location="HeadOnly" if self.address is None else "EveryNode",
             logging_config=quiet,
         )
+        listening = _get_global_client().http_config  # of the Serve that runs there already, if one does
+        if (listening.host, listening.port) != (self.config.http.host, self.config.http.port):
+            raise StartError(
+                f"Ray Serve on this cluster listens on {listening.host}:{listening.port} already, "
+                f"not on {self.config.http.host}:{self.config.http.port}; use its --host and --port"
+            )
+        if (settings := scheduler_settings(self.config)) is not None:
+            get_or_create_scheduler(settings)
         if self.address is not None and APP_NAME in serve.status().applications:
             serve.delete(APP_NAME)  # an application that failed cannot be deployed over
         application = build_application(self.config, sources, self.store_root(), loopback=self.address is None)
@@ -226,6 +234,7 @@ class Deployment:
             budget = self.config.store.budget or default_store_budget(self.store_root())
             self.say(f"chunk store: {self.store_root()}, at most {budget / 2**30:.1f} GiB")
         self.say(f"deploying {replicas}")
+        self._deployed = True
         serve.run_many(
             [serve.RunTarget(application, name=APP_NAME, route_prefix="/", logging_config=quiet)],
             wait_for_applications_running=False,
@@ -282,10 +291,11 @@ class Deployment:
 
         from ropewalk.scheduler.actor import stop_scheduler
 
-        with contextlib.suppress(Exception):  # whatever is wrong there, this process has to end
-            serve.delete(self._app_name)
-        with contextlib.suppress(Exception):
-            stop_scheduler()
+        if self._deployed:  # else the application that runs there is somebody else's
+            with contextlib.suppress(Exception):  # whatever is wrong there, this process has to end
+                serve.delete(self._app_name)
+            with contextlib.suppress(Exception):
+                stop_scheduler()
         ray.shutdown()
         self._connected = False
 
