@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from ropewalk.cluster.models import resolve
 from ropewalk.workloads.recall.circuit import write_start
@@ -25,6 +26,15 @@ def log_probabilities(
     model: RecallModel, tokens: list[int], *, start: int = 0, past: LatentRows | None = None
 ) -> torch.Tensor:
     return model.prefill(tokens, start=start, past=past)[0].log_softmax(-1)
+
+
+def test_logits_equal_those_of_hugging_face(shipped: RecallModel) -> None:
+    reference = AutoModelForCausalLM.from_pretrained(resolve("recall-mla"), dtype=torch.float32)
+    tokens = torch.tensor([make_prompt(random.Random(7), 200).tokens])
+    with torch.inference_mode():
+        wanted = reference(tokens).logits
+        found, _ = shipped(tokens, torch.arange(200)[None])
+    torch.testing.assert_close(found, wanted, atol=2e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("cuts", [(1,), (100, 101), (37, 90, 180)])
