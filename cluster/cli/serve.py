@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     stopping = threading.Event()
     deployment = Deployment(config, report=_say, address=args.address, orphaned=lambda: _orphaned(args.parent))
     code = 0
-    with _stderr_to(noise.fileno()) as errors:
+    with _stderr_to(noise.fileno()) as errors, contextlib.redirect_stdout(sys.stderr):
         try:
             _interrupt_on(signal.SIGTERM)
             deployment.start(sources, timeout_s=args.start_timeout)
@@ -132,7 +132,11 @@ def _announce(config: ClusterConfig, deployment: Any, ready_file: Path | None) -
     model = config.models[0].name
     deployment.say(f"ready: {url}")
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
-    print(f"\n  curl {url}/chat/completions -H 'content-type: application/json' \\\n    -d '{body}'\n", flush=True)
+    print(
+        f"\n  curl {url}/chat/completions -H 'content-type: application/json' \\\n    -d '{body}'\n",
+        file=sys.__stdout__,
+        flush=True,
+    )
     if ready_file is not None:
         facts = {
             "endpoint": url,
@@ -153,7 +157,7 @@ def _explain_failure(reason: str, log_dir: Path | None, noise: str, errors: Text
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    print(line, file=sys.__stdout__, flush=True)
 
 
 def _listens(address: str) -> bool:

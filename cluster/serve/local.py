@@ -37,7 +37,7 @@ MIN_SHARED_MEMORY_BYTES = 2**30
 STORE_PREFIX = "ropewalk-store-"
 """Temporary stores are called after the process that they belong to: `ropewalk-store-<pid>-<random>`."""
 
-_STOP_GRACE_S = 5.0
+_STOP_GRACE_S = 8.0
 
 Report = Callable[[str], None]
 
@@ -276,6 +276,7 @@ class Deployment:
     def _stop_ray(self) -> None:
         """End the Ray of this process, also one that was interrupted while it started."""
         started = psutil.Process().children(recursive=True)
+        segments = shared_memory_of(started)
         if self._connected:
             import ray
 
@@ -284,6 +285,8 @@ class Deployment:
             ray.shutdown()
             self._connected = False
         end_processes(started)
+        for segment in segments:  # vLLM's workers do not always get to delete theirs
+            segment.unlink(missing_ok=True)
 
     def _delete_application(self) -> None:
         import ray
@@ -332,6 +335,18 @@ def end_processes(processes: list[psutil.Process], grace_s: float = _STOP_GRACE_
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(alive, timeout=grace_s)
+
+
+def shared_memory_of(processes: list[psutil.Process]) -> set[Path]:
+    """Python's shared memory segments that these processes have mapped."""
+    found = set()
+    for process in processes:
+        with contextlib.suppress(OSError):  # it has ended
+            for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+                path = line.split(maxsplit=5)[-1]
+                if path.startswith("/dev/shm/psm_") and not path.endswith("(deleted)"):
+                    found.add(Path(path))
+    return found
 
 
 def _is_resource_tracker(process: psutil.Process) -> bool:

@@ -21,6 +21,9 @@ from ropewalk.cluster.serve.observer import Observer
 from ropewalk.cluster.serve.settings import RESERVED_FIELDS, RequestRefused, read_settings
 from ropewalk.scheduler.state import SchedulerSettings
 
+ENGINE_STOP_S = 3.0
+"""Time that the engine's processes get to end by themselves: less than Ray Serve gives the replica."""
+
 
 class PlainServer(LLMServer):
     """Stock vLLM as Ray Serve LLM runs it: the baseline. Nothing but Ray's usage telemetry is left out."""
@@ -32,6 +35,10 @@ class PlainServer(LLMServer):
     async def _start_engine(self) -> None:
         # Ray's own version also starts a detached telemetry actor, which costs a process that imports vLLM.
         await self.engine.start()
+
+    async def __del__(self) -> None:
+        await super().__del__()
+        end_engine(self.engine)
 
     async def status(self) -> dict[str, Any]:
         """What `GET /v1/replicas` shows of this replica."""
@@ -99,10 +106,21 @@ class AgentServer(LLMServer):
             if answered and self._observer is not None:
                 self._observer.observe(request, settings, reports)
 
+    async def __del__(self) -> None:
+        await super().__del__()
+        end_engine(self.engine)
+
     async def status(self) -> dict[str, Any]:
         """What `GET /v1/replicas` shows of this replica."""
         scheduler = self._observer.status() if self._observer is not None else None
         return {"pid": os.getpid(), "scheduler": scheduler, **self.engine.status()}
+
+
+def end_engine(engine: Any) -> None:
+    """End vLLM's processes in order: killed along with the replica, they leave their shared memory behind."""
+    client = getattr(engine, "_engine_client", None)
+    if client is not None:
+        client.shutdown(timeout=ENGINE_STOP_S)
 
 
 def settings_of(request: Any, raw_request_info: Any, default_mode: Mode) -> RequestSettings:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from ropewalk.cluster.cli import main
-from ropewalk.cluster.serve.local import remove_stale_stores
+from ropewalk.cluster.serve.local import remove_stale_stores, shared_memory_of
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -95,3 +95,16 @@ def test_stores_of_processes_that_were_killed_are_removed(tmp_path: Path) -> Non
         directory.mkdir()
     remove_stale_stores(tmp_path)
     assert [directory.exists() for directory in (stale, ours, other)] == [False, True, True]
+
+
+def test_shared_memory_of_a_process_is_found() -> None:
+    code = (
+        "import sys; from multiprocessing.shared_memory import SharedMemory as S; "
+        "s = S(create=True, size=64); print(s.name, flush=True); sys.stdin.read(); s.close(); s.unlink()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        name = holder.stdout.readline().strip()
+        assert shared_memory_of([psutil.Process(holder.pid)]) == {Path("/dev/shm") / name}
