@@ -113,6 +113,7 @@ def engine_kwargs(model: ModelConfig, settings: EngineSettings | None) -> dict[s
     arguments.update(model.engine_args)
     if settings is not None:
         arguments["kv_transfer_config"] = kv_transfer_config(settings)
+        arguments["async_scheduling"] = False  # see `ropewalk.cluster.engine.facts`
     return arguments
 
 
