@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import sys
 from collections.abc import Sequence
 
@@ -20,8 +19,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ropewalk", description="Serving for multi-agent LLM programs.")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in COMMANDS:
-        if importlib.util.find_spec(f"ropewalk.cluster.cli.{name}") is None:
-            continue
         module = importlib.import_module(f"ropewalk.cluster.cli.{name}")
         module.add_parser(subparsers).set_defaults(run=module.run)
     args = parser.parse_args(argv)
