@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.request import RequestStatus
 
 from ropewalk.cluster.engine.facts import engine_facts
 from ropewalk.cluster.engine.layouts import KvLayout, UnsupportedLayout, find_layout
@@ -34,6 +36,7 @@ from ropewalk.scheduler.planner import Piece, Plan, pieces
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -43,6 +46,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DOMAIN_SALT = b"ropewalk/reuse"
+
+MAX_TENANTS = 256
+"""Models and tenants whose stores a process keeps open."""
 
 Slots = npt.NDArray[np.int64]
 
@@ -64,9 +70,13 @@ class LoadPart:
 
 @dataclass(slots=True)
 class Load:
+    """Parts of one request, ascending from position `start`. `block_ids` are all of its blocks."""
+
     request_id: str
     place: Place
+    start: int
     parts: list[LoadPart]
+    block_ids: list[int]
 
 
 @dataclass(slots=True)
@@ -93,13 +103,15 @@ class RopewalkMetadata(KVConnectorMetadata):
 
 @dataclass
 class RopewalkWorkerMetadata(KVConnectorWorkerMetadata):
-    """Why loads failed, by request."""
+    """Failed loads by request: the reason, and the first position that has no KV."""
 
-    fallbacks: dict[str, str] = field(default_factory=dict)
+    failures: dict[str, tuple[str, int]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RopewalkWorkerMetadata:
         assert isinstance(other, RopewalkWorkerMetadata)
-        return RopewalkWorkerMetadata({**self.fallbacks, **other.fallbacks})
+        both = self.failures.keys() & other.failures.keys()
+        first = {key: min(self.failures[key], other.failures[key], key=lambda failure: failure[1]) for key in both}
+        return RopewalkWorkerMetadata({**self.failures, **other.failures, **first})
 
 
 @dataclass(slots=True)
@@ -111,6 +123,11 @@ class _Tracked:
     place: Place
     is_stage: bool
     num_local: int = 0
+    num_external: int = 0
+    num_failed: int = 0
+    """Planned tokens whose load failed: vLLM computes them, but goes on counting them as cached."""
+    unverified: bool = False
+    """Whether a load was handed out in a step whose result has not been seen yet."""
     block_ids: list[int] = field(default_factory=list)
     fallbacks: list[str] = field(default_factory=list)
 
@@ -125,7 +142,7 @@ class RopewalkConnector(KVConnectorBase_V1):
         self._refused = self._facts.refused
         self._budget = self._settings.budget()
         self._block_size: int = vllm_config.cache_config.block_size
-        self._stores: dict[Place, NodeStore] = {}
+        self._stores: OrderedDict[Place, NodeStore] = OrderedDict()
         if len(kv_cache_config.kv_cache_groups) != 1 and self._refused is None:
             self._refused = "layers have KV caches of several kinds"
         if self._refused:
@@ -134,14 +151,18 @@ class RopewalkConnector(KVConnectorBase_V1):
         self._tracked: dict[str, _Tracked] = {}
         self._loads: list[Load] = []
         self._saves: list[Save] = []
+        self._block_pool: BlockPool | None = None
         # Worker half
         self._layout: KvLayout | None = None
         self._rank = 0
         self._failed_blocks: set[int] = set()
-        self._fallbacks: dict[str, str] = {}
+        self._failures: dict[str, tuple[str, int]] = {}
         self._saved: set[str] = set()
 
     # Scheduler half
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._block_pool = gpu_block_pool
 
     def on_new_request(self, request: Request) -> None:
         """Follow a request that carries a plan, and give reuse-domain blocks hashes of their own."""
@@ -149,6 +170,9 @@ class RopewalkConnector(KVConnectorBase_V1):
         if not params or "plan" not in params or self._refused:
             return
         plan = Plan.from_params(params["plan"])
+        if plan.first_inexact is not None and not request.block_hashes:
+            logger.error("Request %s is planned with reuse, but no full block can carry its domain", request.request_id)
+            return
         tracked = _Tracked(request, plan, (params["fingerprint"], params["tenant"]), bool(params["is_stage"]))
         self._tracked[request.request_id] = tracked
         if plan.first_inexact is not None and plan.first_inexact < request.num_prompt_tokens:
@@ -180,8 +204,11 @@ class RopewalkConnector(KVConnectorBase_V1):
         if tracked is None:
             return
         tracked.block_ids = list(blocks.get_block_ids()[0])
+        tracked.num_external = num_external_tokens
+        tracked.num_failed = 0
         if num_external_tokens == 0:
             return
+        tracked.unverified = True
         start, stop = tracked.num_local, tracked.num_local + num_external_tokens
         tokens = as_tokens(request.prompt_token_ids)
         parts = []
@@ -197,10 +224,14 @@ class RopewalkConnector(KVConnectorBase_V1):
                         self._slots(tracked.block_ids, first, last),
                     )
                 )
-        self._loads.append(Load(request.request_id, tracked.place, parts))
+        self._loads.append(Load(request.request_id, tracked.place, start, parts, tracked.block_ids))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> RopewalkMetadata:
         """Hand the worker this step's loads and saves."""
+        # Without asynchronous scheduling, the results of all earlier steps have been seen by now.
+        handed_out = {load.request_id for load in self._loads}
+        for request_id, tracked in self._tracked.items():
+            tracked.unverified = request_id in handed_out
         state = scheduler_output.kv_connector_block_state
         for request_id, block_ids in (state.block_ids if state is not None else {}).items():
             if request_id in self._tracked:
@@ -209,9 +240,9 @@ class RopewalkConnector(KVConnectorBase_V1):
         cached = scheduler_output.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request_id, num_computed in computed.items():
-            tracked = self._tracked.get(request_id)
-            if tracked is None or not tracked.is_stage:
+            if request_id not in self._tracked or not self._tracked[request_id].is_stage:
                 continue
+            tracked = self._tracked[request_id]
             # A stage's rows are saved in the step that completes it: its answer must not overtake them.
             num_prompt = tracked.request.num_prompt_tokens
             if num_computed < num_prompt <= num_computed + scheduler_output.num_scheduled_tokens[request_id]:
@@ -221,12 +252,21 @@ class RopewalkConnector(KVConnectorBase_V1):
         return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Note which loads failed, for the request's report."""
+        """Note which loads failed, and keep their blocks from being found by anybody.
+
+        vLLM put the blocks' hashes into its prefix cache when it scheduled the load, and leaves them there for the
+        request to recompute. A request that ends or is preempted before that would leave garbage behind.
+        """
+        if connector_output.invalid_block_ids and self._block_pool is not None:
+            self._block_pool.evict_blocks(connector_output.invalid_block_ids)
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, RopewalkWorkerMetadata):
-            for request_id, reason in metadata.fallbacks.items():
+            for request_id, (reason, position) in metadata.failures.items():
                 if request_id in self._tracked:
-                    self._tracked[request_id].fallbacks.append(reason)
+                    tracked = self._tracked[request_id]
+                    tracked.fallbacks.append(reason)
+                    valid = position // self._block_size * self._block_size  # vLLM recomputes whole blocks
+                    tracked.num_failed = tracked.num_local + tracked.num_external - max(valid, tracked.num_local)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Queue what the request computed for saving; its blocks are held until that is done."""
@@ -236,10 +276,13 @@ class RopewalkConnector(KVConnectorBase_V1):
         # The last sampled token has not been fed back, so it has no KV yet.
         num_tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1)
         num_tokens = min(num_tokens, len(block_ids) * self._block_size)
+        if tracked.unverified and request.status == RequestStatus.FINISHED_ABORTED:
+            num_tokens = min(num_tokens, tracked.num_local)  # the load may have failed, and nobody will recompute it
         saving = None
         if not tracked.is_stage:
             saving = self._queue_save(tracked, num_tokens, block_ids, finished=True)
-        return saving is not None, {PARAMS_KEY: {"fallbacks": tracked.fallbacks, "saving": saving}}
+        returned = {"fallbacks": tracked.fallbacks, "num_failed": tracked.num_failed, "saving": saving}
+        return saving is not None, {PARAMS_KEY: returned}
 
     def _queue_save(self, tracked: _Tracked, num_tokens: int, block_ids: list[int], *, finished: bool) -> str | None:
         """Queue what is not stored yet; return the name of the chunk that will be stored last, or None."""
@@ -298,15 +341,17 @@ class RopewalkConnector(KVConnectorBase_V1):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, RopewalkMetadata)
         for load in metadata.loads:
-            for index, part in enumerate(load.parts):
+            position = load.start
+            for part in load.parts:
                 try:
                     self._load(load.place, part)
-                except (FileNotFoundError, ChunkCorrupt, _TokensDiffer, UnsupportedLayout) as error:
-                    self._fallbacks[load.request_id] = _reason(error)
-                    rest = np.concatenate([later.slots for later in load.parts[index:]])
-                    self._failed_blocks.update((rest // self._block_size).tolist())
+                except (OSError, ChunkCorrupt, _TokensDiffer, UnsupportedLayout) as error:
+                    self._failures[load.request_id] = (_reason(error), position)
+                    # Blocks behind the failed ones are computed in this step, from garbage.
+                    self._failed_blocks.update(load.block_ids[position // self._block_size :])
                     logger.warning("Recomputing KV of request %s: %s", load.request_id, error)
                     break
+                position += len(part.tokens)
 
     def _load(self, place: Place, part: LoadPart) -> None:
         if self._layout is None:
@@ -319,12 +364,18 @@ class RopewalkConnector(KVConnectorBase_V1):
         self._layout.scatter(torch.from_numpy(part.slots), rows[:, part.offset : end], part.turn)
 
     def wait_for_save(self) -> None:
-        """Save finished stages: their answers leave the engine after this step."""
+        """Save finished stages: their answers leave the engine after this step.
+
+        Not if a load failed: the step computed on garbage. vLLM repeats it, and the saves come again.
+        """
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, RopewalkMetadata)
+        if self._failed_blocks:
+            metadata.saves = [save for save in metadata.saves if save.finished]
         self._run_saves(finished=False)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Save finished requests, and tell which blocks are no longer needed."""
-        self._run_saves(finished=False)  # a step without a forward pass does not call `wait_for_save`
         self._run_saves(finished=True)
         saved, self._saved = self._saved, set()
         return saved or None, None
@@ -353,8 +404,8 @@ class RopewalkConnector(KVConnectorBase_V1):
         return failed
 
     def build_connector_worker_meta(self) -> RopewalkWorkerMetadata | None:
-        fallbacks, self._fallbacks = self._fallbacks, {}
-        return RopewalkWorkerMetadata(fallbacks) if fallbacks else None
+        failures, self._failures = self._failures, {}
+        return RopewalkWorkerMetadata(failures) if failures else None
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: loads are done before the forward pass."""
@@ -370,11 +421,15 @@ class RopewalkConnector(KVConnectorBase_V1):
         return False
 
     def _store(self, place: Place) -> NodeStore:
-        if place not in self._stores:
+        if place in self._stores:
+            self._stores.move_to_end(place)
+        else:
             fingerprint, tenant = place
             self._stores[place] = NodeStore(
                 self._settings.store_root, f"{fingerprint}-r{self._rank}", tenant, self._budget
             )
+            if len(self._stores) > MAX_TENANTS:
+                self._stores.popitem(last=False)
         return self._stores[place]
 
 
@@ -389,7 +444,7 @@ def _header(tenant: str, piece: Piece, tokens: Tokens) -> ChunkHeader:
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, FileNotFoundError):
+    if isinstance(error, OSError):
         return "chunk_missing"
     if isinstance(error, ChunkCorrupt):
         return "chunk_corrupt"
@@ -406,9 +461,8 @@ def enter_reuse_domain(request: Request, first_inexact: int, block_size: int) ->
     `first_inexact` gives up its last one: a hash added later would otherwise chain from an exact parent.
     """
     hashes = request.block_hashes
+    assert hashes, "a prompt without a full block has no hash to salt"
     index = min(first_inexact // block_size, len(hashes) - 1)
-    if index < 0:
-        raise AssertionError(f"a prompt of {request.num_prompt_tokens} tokens has no block to salt")
     salted = hashlib.sha256(DOMAIN_SALT + hashes[index]).digest()
     del hashes[index:]
     hashes.append(BlockHash(salted))

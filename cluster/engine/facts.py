@@ -12,8 +12,11 @@ import xxhash
 from ropewalk.cluster.store.chunk import FORMAT
 from ropewalk.kernels.rope import RotaryFacts, UnsupportedRope, facts_from_config
 
-SAMPLE_BYTES = 1 << 20
-"""Bytes hashed at each end of a weight file. A safetensors file begins with all names, shapes and offsets."""
+HEAD_BYTES = 1 << 20
+"""Bytes hashed at the beginning of a weight file: a safetensors file has all names, shapes and offsets there."""
+
+SAMPLE_BYTES, SAMPLE_STRIDE, MAX_SAMPLES = 256, 1 << 16, 4096
+"""Bytes hashed at each of many places of a weight file: every 64 KiB, or 4,096 of them in a large one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,9 @@ def _refusal(vllm_config: Any, config: dict[str, Any]) -> str | None:
         return f"KV cache dtype {vllm_config.cache_config.cache_dtype!r} is not supported"
     if vllm_config.speculative_config is not None:
         return "the draft model of speculative decoding has a KV cache of its own"
+    if vllm_config.scheduler_config.async_scheduling:
+        # vLLM would decode on KV whose load has failed before it learns of the failure.
+        return "asynchronous scheduling must be off (engine argument async_scheduling: false)"
     if parallel.pipeline_parallel_size > 1:
         return "pipeline parallelism is not supported yet"
     if getattr(parallel, "decode_context_parallel_size", 1) > 1:
@@ -82,16 +88,35 @@ def _fingerprint(vllm_config: Any) -> str:
 
 
 def _weights_id(model: str, revision: str | None) -> str:
-    """Identify weights without reading them all: each file's name, size and both ends."""
-    folder = Path(model)
-    if not folder.is_dir():
+    """Identify weights without reading them all: each file's name and size, its head, and samples all over it.
+
+    Fine-tunes of one model have files of the same shape; samples this dense hit every tensor larger than a few MB.
+    """
+    folder = _snapshot(model, revision)
+    if folder is None:
         return f"{model}@{revision}"
     hasher = xxhash.xxh3_128()
     for path in sorted(p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin", ".pt", ".gguf")):
         size = path.stat().st_size
         hasher.update(f"{path.name}:{size}".encode())
         with path.open("rb") as file:
-            hasher.update(file.read(SAMPLE_BYTES))
+            hasher.update(file.read(HEAD_BYTES))
+            for offset in range(0, size, max(SAMPLE_STRIDE, size // MAX_SAMPLES)):
+                file.seek(offset)
+                hasher.update(file.read(SAMPLE_BYTES))
             file.seek(max(size - SAMPLE_BYTES, 0))
             hasher.update(file.read(SAMPLE_BYTES))
     return hasher.hexdigest()
+
+
+def _snapshot(model: str, revision: str | None) -> Path | None:
+    """Return the folder that holds a model's files, or None when it has not been downloaded."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None

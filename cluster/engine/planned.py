@@ -16,7 +16,7 @@ import uuid
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncGenerator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.engine.protocol import EngineClient
@@ -38,11 +38,22 @@ logger = logging.getLogger(__name__)
 MAX_REPORTS = 4096
 """Reports kept for requests whose HTTP side never asks for them."""
 
+MAX_TENANTS = 256
+"""Tenants whose stores a process keeps open. Opening one again costs nothing but its remembered headers."""
+
 SAVE_DEADLINE = 1.0
 """Seconds after which a chunk that was to be stored is given up: the store was full, or emptied."""
 
 SAVE_POLL = 0.002
 """Seconds between two looks for it."""
+
+
+class _Saving(NamedTuple):
+    """A chunk that the engine is about to store."""
+
+    store: NodeStore
+    chain: str
+    deadline: float
 
 
 class PlannedEngine:
@@ -57,14 +68,15 @@ class PlannedEngine:
         self._vocabulary: int = vllm_config.model_config.get_vocab_size()
         self._max_model_len: int = vllm_config.model_config.max_model_len
         self._budget = settings.budget()
-        self._stores: dict[str, NodeStore] = {}
+        self._stores: OrderedDict[str, NodeStore] = OrderedDict()
         self._reports: OrderedDict[str, list[RequestReport]] = OrderedDict()
         self._counters: Counter[str] = Counter()
-        self._saving: deque[tuple[NodeStore, str, float]] = deque()
-        self._prepared = asyncio.Lock()
-        self._probed = False
+        self._saving: deque[_Saving] = deque()
+        self._saves_land = True
+        self._preparing = asyncio.Lock()
+        self._prepared = False
         self._turn_error: float | None = None
-        self._reuse_refused = self._facts.reuse_refused
+        self._reuse_refused: str | None = self._facts.reuse_refused or "the turn probe has not run yet"
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
@@ -96,16 +108,14 @@ class PlannedEngine:
 
     async def prepare(self) -> None:
         """Run the turn probe, once. Reuse is refused, with the reason in `status`, when the keys do not turn right."""
-        async with self._prepared:
-            if self._probed:
+        async with self._preparing:
+            if self._prepared:
                 return
-            self._probed = True
-            if self._facts.refused is not None:
-                self._reuse_refused = self._facts.refused
-            elif self._reuse_refused is None:
-                self._reuse_refused = await self._probe()
-            if self._reuse_refused is not None:
-                logger.warning("Position-independent reuse is off: %s", self._reuse_refused)
+            refused = self._facts.refused or self._facts.reuse_refused or await self._probe()
+            if refused is not None:
+                logger.warning("Position-independent reuse is off: %s", refused)
+            self._reuse_refused = refused
+            self._prepared = True
 
     # The request path
 
@@ -113,10 +123,13 @@ class PlannedEngine:
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate as the wrapped client does, by plan where one can be made; arguments as `EngineClient.generate`."""
-        if not self._probed:
+        if not self._prepared:
             await self.prepare()
         settings = self._take_settings(sampling_params)
         tokens, reason = self._plannable(prompt, sampling_params, kwargs)
+        if settings.tenant != "default" and isinstance(prompt, dict):
+            # vLLM's own prefix cache must not be shared between tenants either.
+            prompt = {**prompt, "cache_salt": f"{settings.tenant}/{prompt.get('cache_salt') or ''}"}
         report = RequestReport(mode=settings.mode)
         if tokens is None:
             report.fallbacks.append(reason)
@@ -129,26 +142,29 @@ class PlannedEngine:
                     yield output
             return
 
-        if settings.tenant != "default":
-            # vLLM's own prefix cache must not be shared between tenants either.
-            prompt = {**prompt, "cache_salt": settings.tenant}
         await self.wait_for_saves()
         plan = self._plan(tokens, settings, report)
         num_computed_by_stages = 0
         for number, length in enumerate(plan.stages):
-            num_computed_by_stages += await self._run_stage(prompt, length, plan, settings, request_id, number, kwargs)
+            num_computed, fallbacks = await self._run_stage(
+                prompt, length, plan, settings, f"{request_id}-stage-{number}", kwargs
+            )
+            num_computed_by_stages += num_computed
+            report.fallbacks.extend(fallbacks)
         params = self._with_plan(sampling_params, plan, settings, is_stage=False)
         # Closed at once when the client goes away: vLLM then aborts the request.
         async with contextlib.aclosing(self._client.generate(prompt, params, request_id, **kwargs)) as outputs:
             async for output in outputs:
-                # What a stage computed for this request is no cache hit.
-                output.num_cached_tokens = max((output.num_cached_tokens or 0) - num_computed_by_stages, 0)
+                returned = (output.kv_transfer_params or {}).get(PARAMS_KEY) or {}
+                # Neither what a stage computed for this request nor what could not be loaded is a cache hit.
+                not_cached = num_computed_by_stages + returned.get("num_failed", 0)
+                output.num_cached_tokens = max((output.num_cached_tokens or 0) - not_cached, 0)
                 if output.finished:
-                    returned = (output.kv_transfer_params or {}).get(PARAMS_KEY) or {}
                     report.fallbacks.extend(returned.get("fallbacks", ()))
                     if returned.get("saving"):
-                        deadline = time.monotonic() + SAVE_DEADLINE
-                        self._saving.append((self._store(settings.tenant), returned["saving"], deadline))
+                        store = self._store(settings.tenant)
+                        self._saving.append(_Saving(store, returned["saving"], time.monotonic() + SAVE_DEADLINE))
+                    report.num_computed_by_stages = num_computed_by_stages
                     self._finish(report, settings, output, plan)
                 output.kv_transfer_params = None  # internal: not for clients
                 yield output
@@ -159,13 +175,15 @@ class PlannedEngine:
         An answer leaves the engine one step before its KV is stored. The engine would not start on another request
         sooner either, so that the wait costs nothing, and a client finds what its last request computed.
         """
-        while self._saving:
-            store, chain, deadline = self._saving[0]
-            if store.contains(chain) or time.monotonic() > deadline:
-                with contextlib.suppress(IndexError):
-                    self._saving.popleft()
-            else:
+        for saving in list(self._saving):  # not for what is answered while this request waits
+            while not (landed := saving.store.contains(saving.chain)):
+                # A store that refused once is likely to refuse again: nobody waits until a save lands.
+                if not self._saves_land or time.monotonic() > saving.deadline:
+                    break
                 await asyncio.sleep(SAVE_POLL)
+            self._saves_land = landed
+            with contextlib.suppress(ValueError):
+                self._saving.remove(saving)
 
     def _plan(self, tokens: Tokens, settings: RequestSettings, report: RequestReport) -> Plan:
         reuse = settings.mode == "reuse"
@@ -175,7 +193,8 @@ class PlannedEngine:
         store = self._store(settings.tenant)
         try:
             plan = make_plan(tokens, settings.tenant, store, self._planner, reuse=reuse)
-            inexact = [n for n in (*plan.stages, plan.num_tokens) if (plan.first_inexact or n) < n]
+            first = plan.first_inexact
+            inexact = [n for n in (*plan.stages, plan.num_tokens) if first is not None and first < n]
             if inexact and min(inexact) < self._block_size:
                 # No full block could carry the reuse domain's hash.
                 report.fallbacks.append("shorter_than_a_block")
@@ -195,20 +214,21 @@ class PlannedEngine:
         plan: Plan,
         settings: RequestSettings,
         request_id: str,
-        number: int,
         kwargs: dict[str, Any],
-    ) -> int:
-        """Compute the gap that ends at `length`; return how many tokens were really prefilled."""
+    ) -> tuple[int, list[str]]:
+        """Compute the gap that ends at `length`; return how many tokens were really prefilled, and fallbacks."""
         params = SamplingParams(
             max_tokens=1, temperature=0.0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
         params = self._with_plan(params, plan, settings, is_stage=True)
         stage_prompt = tokens_input(prompt["prompt_token_ids"][:length], cache_salt=prompt.get("cache_salt"))
         passed = {name: kwargs[name] for name in ("priority", "data_parallel_rank") if name in kwargs}
-        computed = length
-        async for output in self._client.generate(stage_prompt, params, f"{request_id}-stage-{number}", **passed):
-            computed = length - (output.num_cached_tokens or 0)
-        return computed
+        computed, fallbacks = length, []
+        async for output in self._client.generate(stage_prompt, params, request_id, **passed):
+            returned = (output.kv_transfer_params or {}).get(PARAMS_KEY) or {}
+            computed = length - (output.num_cached_tokens or 0) + returned.get("num_failed", 0)
+            fallbacks = returned.get("fallbacks", [])
+        return computed, fallbacks
 
     def _with_plan(
         self, sampling_params: SamplingParams, plan: Plan, settings: RequestSettings, *, is_stage: bool
@@ -227,7 +247,10 @@ class PlannedEngine:
         report.num_prompt_tokens = num_tokens
         report.num_cached_tokens = cached
         report.num_stages = len(plan.stages)
-        reused = min(plan.num_reused, cached)
+        # Cached positions are a prefix; of those, the runs are reused and the rest is this prompt's own prefill.
+        prefix = cached + report.num_computed_by_stages
+        reused = sum(max(min(end, prefix) - start, 0) for start, end in plan.runs)
+        reused = min(reused, cached)
         report.tokens = {"computed": num_tokens - cached, "exact": cached - reused, "reused": reused, "spliced": 0}
         report.plan = describe(plan)
         for kind, count in report.tokens.items():
@@ -242,7 +265,11 @@ class PlannedEngine:
 
     def _take_settings(self, sampling_params: SamplingParams) -> RequestSettings:
         params = ((sampling_params.extra_args or {}).get("kv_transfer_params") or {}).get(PARAMS_KEY)
-        return RequestSettings.from_params(params) if params else RequestSettings(mode=self._settings.default_mode)
+        if not params:
+            return RequestSettings(mode=self._settings.default_mode)
+        settings = RequestSettings.from_params(params)
+        # Wrongly turned KV must not meet anybody's: it lives with a tenant of its own.
+        return settings if settings.rotate else replace(settings, tenant=f"{settings.tenant}/unturned")
 
     def _plannable(self, prompt: Any, params: SamplingParams, kwargs: dict[str, Any]) -> tuple[Tokens | None, str]:
         """Return the prompt's token ids, or None and the reason why there can be no plan."""
@@ -263,11 +290,15 @@ class PlannedEngine:
         return as_tokens(prompt["prompt_token_ids"]), ""
 
     def _store(self, tenant: str) -> NodeStore:
-        if tenant not in self._stores:
+        if tenant in self._stores:
+            self._stores.move_to_end(tenant)
+        else:
             # Chunks carry the rank; plans are made from rank 0's.
             self._stores[tenant] = NodeStore(
                 self._settings.store_root, f"{self._facts.fingerprint}-r0", tenant, self._budget
             )
+            if len(self._stores) > MAX_TENANTS:
+                self._stores.popitem(last=False)
         return self._stores[tenant]
 
     async def _probe(self) -> str | None:
@@ -281,7 +312,7 @@ class PlannedEngine:
         store = NodeStore(self._settings.store_root, f"{self._facts.fingerprint}-r0", settings.tenant, self._budget)
         start = time.perf_counter()
         try:
-            await self._run_stage(prompt, length, plan, settings, settings.tenant, 0, {})
+            await self._run_stage(prompt, length, plan, settings, settings.tenant, {})
             whole = make_plan(
                 as_tokens([*prompt["prompt_token_ids"], 0]), settings.tenant, store, self._planner, reuse=False
             )

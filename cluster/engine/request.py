@@ -67,6 +67,7 @@ class RequestReport:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_stages: int = 0
+    num_computed_by_stages: int = 0
     tokens: dict[str, int] = field(default_factory=lambda: {"computed": 0, "exact": 0, "reused": 0, "spliced": 0})
     plan: list[PlannedRange] = field(default_factory=list)
     fallbacks: list[str] = field(default_factory=list)

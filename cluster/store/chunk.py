@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +74,7 @@ def write_chunk(path: Path, header: ChunkHeader, rows: torch.Tensor) -> int:
     }
     metadata["checksum"] = checksum(metadata, rows, header.tokens)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         save_file({"rows": rows, "tokens": torch.from_numpy(header.tokens.copy())}, temporary, metadata)
         size = temporary.stat().st_size

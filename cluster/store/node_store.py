@@ -23,7 +23,7 @@ import torch
 import xxhash
 
 from ropewalk.cluster.store.chunk import ChunkCorrupt, ChunkHeader, read_chunk, read_header, write_chunk
-from ropewalk.kernels.keys import HEAD_LENGTH, Domain, head_key
+from ropewalk.kernels.keys import HEAD_LENGTH, head_key
 
 MAX_VERSIONS = 4
 """Chunks kept for one content (computed behind different left contexts); the least recently used goes first."""
@@ -31,8 +31,12 @@ MAX_VERSIONS = 4
 MAX_HEADS = 16
 """Chunks listed under one head. Chat templates make many chunks begin alike; a longer list would slow every look-up."""
 
-HEADER_CACHE = 65536
+HEADER_CACHE = 4096
 """Headers remembered in the process. Chunks never change, so a remembered header stays true while its file exists."""
+
+
+_written_since_stock: Counter[Path] = Counter()
+"""Bytes that this process wrote under each root since it last counted what is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +64,19 @@ class NodeStore:
         # The tenant's name comes from outside: only its hash becomes part of a path.
         self.base = root / fingerprint / xxhash.xxh3_64_hexdigest(tenant.encode())
         self._headers: OrderedDict[str, ChunkHeader] = OrderedDict()
-        self._written_since_scan = budget_bytes  # so that the first put takes stock
 
     # Look-ups
 
     def contains(self, chain: str) -> bool:
         """Tell whether the chunk's file is there."""
-        return self._object(chain).exists()
+        return os.path.exists(self._object(chain))  # unlike `Path.exists`, this never raises
 
     def by_chain(self, chain: str) -> ChunkHeader | None:
         """Return the header of the chunk of this name, or None."""
         path = self._object(chain)
         header = self._headers.get(chain)
         if header is not None:
-            if path.exists():
+            if os.path.exists(path):
                 self._headers.move_to_end(chain)
                 return header
             del self._headers[chain]
@@ -135,7 +138,7 @@ class NodeStore:
             self.counters["put_over_budget"] += 1
             return False
         try:
-            self._written_since_scan += write_chunk(self._object(header.chain), header, rows)
+            _written_since_stock[self.root] += write_chunk(self._object(header.chain), header, rows)
             self._mark(self.base / "content" / header.content, header.chain, MAX_VERSIONS, drop_chunks=True)
             if len(header) >= HEAD_LENGTH:
                 folder = self.base / "heads" / head_key(self.tenant, header.tokens)
@@ -167,7 +170,7 @@ class NodeStore:
             for path, _, size in entries if locked else ():
                 if used <= target_bytes:
                     break
-                path.unlink(missing_ok=True)
+                _delete(path)
                 used -= size
                 self.counters["evicted"] += 1
             return used
@@ -206,7 +209,8 @@ class NodeStore:
         for name in _by_age(folder):
             header = self.by_chain(name)
             if header is None:
-                (folder / name).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    (folder / name).unlink()
             else:
                 headers.append(header)
         return headers
@@ -215,28 +219,32 @@ class NodeStore:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / chain).touch()
         for name in _by_age(folder)[limit:]:
-            (folder / name).unlink(missing_ok=True)
             if drop_chunks:
-                self._object(name).unlink(missing_ok=True)
+                _delete(self._object(name))
                 self.counters["versions_dropped"] += 1
+            (folder / name).unlink(missing_ok=True)
 
     def _drop_superseded(self, header: ChunkHeader, heads: Path) -> None:
-        """Remove shorter chunks of the same place: a growing history stores its last chunk again and again."""
+        """List shorter chunks of the same place no more: a growing history stores its last chunk again and again.
+
+        A plan that is being carried out may name them, so they stay until room is needed, and go first then.
+        """
         for other in self._listed(heads):
             same_place = other.parent == header.parent and other.domain == header.domain and len(other) < len(header)
             if same_place and (header.tokens[: len(other)] == other.tokens).all():
-                self._object(other.chain).unlink(missing_ok=True)
                 (heads / other.chain).unlink(missing_ok=True)
                 (self.base / "content" / other.content / other.chain).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    os.utime(self._object(other.chain), (0, 0))
 
     def _make_room(self, size: int) -> bool:
         if size > self.budget_bytes // 2:
             return False
-        # Taking stock walks the whole root, so it is done once per twentieth of the budget written.
-        slack = self.budget_bytes // 20
-        if self._written_since_scan + size < slack:
+        # Taking stock walks the whole root, so each process does it once per fiftieth of the budget written.
+        slack = self.budget_bytes // 50
+        if self.root in _written_since_stock and _written_since_stock[self.root] + size < slack:
             return True
-        self._written_since_scan = 0
+        _written_since_stock[self.root] = 0
         return self.evict(self.budget_bytes - slack - size) <= self.budget_bytes - size
 
     def _scan(self) -> Iterator[tuple[Path, float, int]]:
@@ -258,6 +266,21 @@ class NodeStore:
                 yield True
 
 
+def _delete(path: Path) -> None:
+    """Remove a chunk's file with its markers, of whatever model and tenant it is."""
+    with contextlib.suppress(OSError, ChunkCorrupt):
+        header = read_header(path)
+        base = path.parents[2]
+        folders = [base / "content" / header.content]
+        if len(header) >= HEAD_LENGTH:
+            folders.append(base / "heads" / head_key(header.tenant, header.tokens))
+        for folder in folders:
+            (folder / header.chain).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # refuses while it lists others
+    path.unlink(missing_ok=True)
+
+
 def _by_age(folder: Path) -> list[str]:
     """Return the markers in a folder, newest first; none when there is no folder."""
     try:
@@ -265,8 +288,3 @@ def _by_age(folder: Path) -> list[str]:
     except OSError:
         return []
     return [name for _, name in sorted(entries, reverse=True)]
-
-
-def rank(header: ChunkHeader, parent: str | None) -> tuple[bool, bool]:
-    """Order of preference between chunks of the same content: exact ones, then those with the same left neighbour."""
-    return header.domain == Domain.EXACT, header.parent == parent

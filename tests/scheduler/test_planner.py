@@ -43,7 +43,7 @@ def check(plan: Plan, tokens: np.ndarray, index: MemoryIndex, settings: PlannerS
     own = {piece.chain: piece for piece in pieces(tokens, TENANT, settings.chunks, plan.runs)}
     for segment in plan.segments:
         length = segment.end - segment.start
-        if segment.chunk in index.chunks:
+        if segment.reused or segment.end <= plan.exact_end:
             chunk = index.chunks[segment.chunk]
             assert np.array_equal(chunk.tokens[segment.offset :][:length], tokens[segment.start : segment.end])
             assert segment.turn == segment.start - (chunk.start + segment.offset)

@@ -37,6 +37,7 @@ def vllm_config(weights: Path, hf: dict[str, Any] = LLAMA, **changes: Any) -> An
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1, pipeline_parallel_size=1, decode_context_parallel_size=1
         ),
+        scheduler_config=SimpleNamespace(async_scheduling=False),
         speculative_config=None,
     )
     for path, value in changes.items():
@@ -70,6 +71,7 @@ def test_an_ordinary_model_is_not_refused(weights):
         ({"cache_config__cache_dtype": "fp8_e4m3"}, "fp8_e4m3"),
         ({"speculative_config": object()}, "draft model"),
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline"),
+        ({"scheduler_config__async_scheduling": True}, "async_scheduling"),
     ],
 )
 def test_engines_whose_kv_cannot_be_stored_are_refused_by_name(weights, changes, reason):
@@ -108,7 +110,7 @@ def test_engines_that_differ_in_what_decides_kv_do_not_share_it(weights, changes
     assert other.fingerprint != engine_facts(vllm_config(weights)).fingerprint
 
 
-@pytest.mark.parametrize("position", [0, -1])
+@pytest.mark.parametrize("position", [0, 65_536 * 30, -1])
 def test_other_weights_do_not_share_kv(weights, position):
     before = engine_facts(vllm_config(weights)).fingerprint
     data = bytearray((weights / "model.safetensors").read_bytes())

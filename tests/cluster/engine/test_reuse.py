@@ -139,12 +139,14 @@ def test_requests_survive_a_store_that_is_emptied_all_the_time(case):
     thread = threading.Thread(target=empty)
     thread.start()
     try:
-        for number in range(6):
-            tokens = [*make_header(60 + number), *body, *questions[number % len(questions)]]
+        prompts = [[*make_header(60 + n), *body, *questions[n % len(questions)]] for n in range(6)]
+        for tokens in prompts:
             assert engine.ask(tokens, mode="reuse").token_ids
     finally:
         stop.set()
         thread.join()
+    for tokens in prompts[:3]:  # and nothing wrong was left behind
+        assert engine.ask(tokens, mode="exact").token_ids == engine.ask(tokens, tenant="untouched").token_ids
 
 
 def test_prompts_that_cannot_be_planned_say_why(case):

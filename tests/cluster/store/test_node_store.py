@@ -40,6 +40,16 @@ def chunk_file(store: NodeStore, header: ChunkHeader) -> Path:
     return path
 
 
+def test_what_is_evicted_leaves_no_directory_entries(tmp_path):
+    store = NodeStore(tmp_path, "model", TENANT, budget_bytes=40_000)
+    for seed in range(100):
+        store.put(*make_chunk(seed, 64))
+    remaining = store.usage().num_chunks
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) <= 3 * remaining + 1, "a chunk is one file and two markers"
+    assert store.check_integrity() == []
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_chunk_comes_back_as_it_was_stored(store, dtype):
     header, rows = make_chunk(1)
@@ -136,13 +146,16 @@ def test_the_list_of_one_head_is_bounded(store):
     assert len(store.by_head(head_key(TENANT, first.tokens))) <= MAX_HEADS
 
 
-def test_a_longer_chunk_of_the_same_place_replaces_the_shorter_one(store):
+def test_a_longer_chunk_of_the_same_place_hides_the_shorter_one_and_outlives_it(store):
     header, rows = make_chunk(1, 80)
     shorter = make_header(as_tokens(header.tokens[:50]))
     store.put(shorter, rows[:, :50])
     store.put(header, rows)
+    assert [found.chain for found in store.by_head(head_key(TENANT, header.tokens))] == [header.chain]
+    assert store.contains(shorter.chain), "a plan may still name it"
+    store.evict(store.usage().num_bytes - 1)
+    assert store.contains(header.chain)
     assert not store.contains(shorter.chain)
-    assert store.check_integrity() == []
 
 
 def test_the_whole_root_may_vanish_at_any_time(store):
