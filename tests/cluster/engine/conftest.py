@@ -8,6 +8,7 @@ import shutil
 import threading
 import uuid
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,9 @@ class Engine:
     def __init__(self, model: str, *, store_root: Path | None, **engine_args: Any) -> None:
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
         os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
+        # vLLM would bind every engine's threads to the same cores.
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        os.environ["OMP_NUM_THREADS"] = "1"
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self.num_preemptions = 0
@@ -63,6 +67,7 @@ class Engine:
         arguments = {
             "model": resolve(model),
             "enforce_eager": True,
+            "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
             "max_model_len": 2048,
             "block_size": BLOCK_SIZE,
             "enable_prefix_caching": True,
@@ -129,25 +134,32 @@ class Engine:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
 
-StartEngine = Callable[..., Engine]
+StartEngines = Callable[..., list[Engine]]
 
 
 @pytest.fixture(scope="module")
-def start_engine() -> Iterator[StartEngine]:
-    """Start engines that are stopped with the module; `store=None` gives plain vLLM."""
-    started: list[Engine] = []
-    roots: list[Path] = []
+def start_engines() -> Iterator[StartEngines]:
+    """Start engines together, one for each store given (None: plain vLLM); a later start ends the ones before.
 
-    def start(model: str, *, store: Path | None = None, **engine_args: Any) -> Engine:
-        if store is not None:
-            roots.append(store)
-        engine = Engine(model, store_root=store, **engine_args)
-        started.append(engine)
-        return engine
+    What shares a start shares the machine, so that only engines that are compared run side by side.
+    """
+    started: list[Engine] = []
+    roots: set[Path] = set()
+
+    def end() -> None:
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(Engine.stop, started))
+        started.clear()
+
+    def start(model: str, *stores: Path | None, **engine_args: Any) -> list[Engine]:
+        end()
+        roots.update(store for store in stores if store is not None)
+        with ThreadPoolExecutor() as pool:
+            started.extend(pool.map(lambda store: Engine(model, store_root=store, **engine_args), stores))
+        return list(started)
 
     yield start
-    for engine in started:
-        engine.stop()
+    end()
     for root in roots:
         shutil.rmtree(root, ignore_errors=True)
 

@@ -4,17 +4,19 @@ import random
 
 import pytest
 
+from ropewalk.kernels.keys import HEAD_LENGTH
+
 from .prompts import prompt
 
 pytestmark = pytest.mark.engine
 
 MODELS = {
     # In bf16, near-ties flip with kernel shapes; float32 leaves none to excuse a difference.
-    "smollm2": ("smollm2-135m", {"dtype": "float32", "num_gpu_blocks_override": 26}),
-    "recall-mla": ("recall-mla", {"dtype": "bfloat16", "num_gpu_blocks_override": 26}),
+    "smollm2": ("smollm2-135m", {"dtype": "float32", "num_gpu_blocks_override": 18}),
+    "recall-mla": ("recall-mla", {"dtype": "bfloat16", "num_gpu_blocks_override": 18}),
     "recall-mla-reference": (
         "recall-mla",
-        {"dtype": "bfloat16", "num_gpu_blocks_override": 52, "attention_backend": "CPU_MLA"},
+        {"dtype": "bfloat16", "num_gpu_blocks_override": 36, "attention_backend": "CPU_MLA"},
     ),
 }
 
@@ -22,27 +24,27 @@ MAX_SET_ASIDE = 0.05
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def engines(request, start_engine, new_store):
+def engines(request, start_engines, new_store):
     model, arguments = MODELS[request.param]
-    arguments = {"max_model_len": 768, "max_num_batched_tokens": 512, **arguments}
+    arguments = {"max_model_len": 512, "max_num_batched_tokens": 256, **arguments}
     if request.param == "recall-mla-reference":
         del arguments["max_num_batched_tokens"]  # this backend cannot split a prefill
-    return model, start_engine(model, **arguments), start_engine(model, store=new_store(), **arguments)
+    return model, *start_engines(model, None, new_store(), **arguments)
 
 
 def make_prompts(model: str) -> dict[str, list[list[int]]]:
     rng = random.Random(20)
-    fresh = [prompt(model, rng, rng.randrange(40, 200)) for _ in range(16)]
-    prefixes = [prompt(model, rng, length) for length in (70, 129, 200)]
+    fresh = [prompt(model, rng, rng.randrange(40, 130)) for _ in range(16)]
+    prefixes = [prompt(model, rng, length) for length in (70, 100, 129)]
     shared = [[*prefix, *prompt(model, rng, rng.randrange(20, 60))] for prefix in prefixes for _ in range(4)]
     return {
         "fresh": fresh,
         "repeated": fresh,
         "shared prefixes": shared,
-        "chunked prefill": [prompt(model, rng, rng.randrange(550, 740)) for _ in range(6)],
+        "chunked prefill": [prompt(model, rng, rng.randrange(300, 490)) for _ in range(5)],
         # Each fills its blocks but for one slot. Eight of them fill the cache; the second token fed back by the first
         # five needs a block more each.
-        "preempted": [prompt(model, rng, 95) for _ in range(12)],
+        "preempted": [prompt(model, rng, 63) for _ in range(12)],
     }
 
 
@@ -78,5 +80,5 @@ def test_the_store_served_exact_prefixes(engines):
     ours.ask(tokens)
     ours.forget_prefixes()
     answer = ours.ask(tokens)
-    assert answer.num_cached == 399
-    assert answer.report.tokens == {"computed": 1, "exact": 399, "reused": 0, "spliced": 0}
+    assert answer.num_cached >= 400 - HEAD_LENGTH  # a shorter last chunk is not stored
+    assert answer.report.tokens["exact"] == answer.num_cached

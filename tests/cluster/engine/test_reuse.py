@@ -21,9 +21,9 @@ MODELS = {
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def case(request, start_engine, new_store):
+def case(request, start_engines, new_store):
     model, arguments = MODELS[request.param]
-    return model, start_engine(model, store=new_store(), **arguments)
+    return model, *start_engines(model, new_store(), **arguments)
 
 
 def divergence(truth: Answer, other: Answer) -> float:
@@ -46,22 +46,22 @@ def test_a_body_behind_a_changed_header_is_served_from_the_store_and_turning_it_
     model, engine = case
     body, make_header, questions = body_and_headers(model, random.Random(30), NUM_BODY)
     first = make_header(128)
-    for tenant in ("default", "unturned"):  # a tenant of its own keeps unturned KV away from everybody
-        engine.ask([*first, *body, *questions[0]], mode="reuse", tenant=tenant)
+    for turning in (True, False):
+        engine.ask([*first, *body, *questions[0]], mode="reuse", rotate=turning, max_tokens=1)
     turned, unturned = [], []
     for length, question in zip((50, 99, 150, 200), questions[1:], strict=False):
         tokens = [*make_header(length), *body, *question]
-        answer = engine.ask(tokens, mode="reuse", logprobs=-1)
+        answer = engine.ask(tokens, mode="reuse", max_tokens=1, logprobs=-1)
         assert answer.num_cached >= 0.85 * NUM_BODY, "vLLM counts fewer cached tokens than 85 % of the body"
         assert answer.report.tokens["reused"] == answer.num_cached
         assert answer.report.fallbacks == []
         reused = [planned for planned in answer.report.plan if planned.source == "reuse"]
         assert {planned.turn for planned in reused} == {length - 128}
         assert [planned.source for planned in answer.report.plan][:1] == ["compute"]
-        truth = engine.ask(tokens, mode="exact", tenant=f"fresh-{length}", logprobs=-1)
+        truth = engine.ask(tokens, mode="exact", tenant=f"fresh-{length}", max_tokens=1, logprobs=-1)
         assert truth.num_cached == 0
         turned.append(divergence(truth, answer))
-        other = engine.ask(tokens, mode="reuse", tenant="unturned", rotate=False, logprobs=-1)
+        other = engine.ask(tokens, mode="reuse", rotate=False, max_tokens=1, logprobs=-1)
         assert other.num_cached >= 0.85 * NUM_BODY
         unturned.append(divergence(truth, other))
     record_property("kl_turned", turned)
@@ -88,6 +88,7 @@ def test_an_exact_request_sees_nothing_that_a_reuse_request_left(case):
     assert alone.token_ids == continued.token_ids
 
 
+@pytest.mark.parametrize("case", ["smollm2", "recall-mla"], indirect=True)
 def test_the_next_turn_of_a_reuse_session_finds_its_own_generated_tokens(case):
     model, engine = case
     body, make_header, questions = body_and_headers(model, random.Random(32), NUM_BODY)
@@ -98,6 +99,7 @@ def test_the_next_turn_of_a_reuse_session_finds_its_own_generated_tokens(case):
     assert following.num_cached >= len(tokens) + 69 - 32
 
 
+@pytest.mark.parametrize("case", ["smollm2", "recall-mla"], indirect=True)
 def test_the_same_content_under_another_tenant_is_computed(case):
     model, engine = case
     tokens = prompt(model, random.Random(33), 500)
@@ -105,6 +107,7 @@ def test_the_same_content_under_another_tenant_is_computed(case):
     assert engine.ask(tokens, mode="reuse", tenant="two").num_cached == 0
 
 
+@pytest.mark.parametrize("case", ["smollm2", "recall-mla"], indirect=True)
 def test_a_damaged_chunk_is_recomputed_with_a_named_reason(case):
     model, engine = case
     tokens = prompt(model, random.Random(34), 600)
@@ -126,6 +129,7 @@ def test_a_damaged_chunk_is_recomputed_with_a_named_reason(case):
     engine.ask(tokens)  # and the engine goes on
 
 
+@pytest.mark.parametrize("case", ["smollm2", "recall-mla"], indirect=True)
 def test_requests_survive_a_store_that_is_emptied_all_the_time(case):
     model, engine = case
     body, make_header, questions = body_and_headers(model, random.Random(35), 800)
@@ -149,6 +153,7 @@ def test_requests_survive_a_store_that_is_emptied_all_the_time(case):
         assert engine.ask(tokens, mode="exact").token_ids == engine.ask(tokens, tenant="untouched").token_ids
 
 
+@pytest.mark.parametrize("case", ["smollm2", "recall-mla"], indirect=True)
 def test_prompts_that_cannot_be_planned_say_why(case):
     model, engine = case
     short = prompt(model, random.Random(36), 20 if model != "recall-mla" else 40)[:20]
@@ -156,11 +161,11 @@ def test_prompts_that_cannot_be_planned_say_why(case):
     assert answer.report.tokens["computed"] == 20
 
 
-@pytest.mark.parametrize("case", ["recall-mla"], indirect=True)
-def test_two_engines_share_one_store(case, start_engine):
+def test_two_engines_share_one_store(start_engines, new_store):
     """What one replica computed, the other one reuses."""
-    model, engine = case
-    other = start_engine(model, store=engine.store_root, **MODELS["recall-mla"][1])
+    model, arguments = MODELS["recall-mla"]
+    store = new_store()
+    engine, other = start_engines(model, store, store, **arguments)
     body, make_header, questions = body_and_headers(model, random.Random(37), NUM_BODY)
     tokens = [*make_header(128), *body, *questions[0]]
     engine.ask(tokens, mode="exact")
