@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ipaddress
 import json
 import runpy
@@ -20,6 +22,8 @@ import pytest
 from ropewalk.cluster.cli import main
 from ropewalk.cluster.config import parse_config
 from ropewalk.cluster.serve.local import LocalCluster, free_port
+from ropewalk.workloads.config import ReplayConfig
+from ropewalk.workloads.load import run_replay
 
 pytestmark = pytest.mark.engine
 
@@ -317,14 +321,57 @@ def test_every_listener_is_on_loopback(cluster: LocalCluster) -> None:
     assert all((getattr(address, "ipv4_mapped", None) or address).is_loopback for address in addresses)
 
 
-def test_serving_goes_on_without_the_scheduler(cluster: LocalCluster, client: openai.OpenAI) -> None:
-    """Stays next to last: it kills the scheduler."""
+def kill_scheduler(cluster: LocalCluster) -> None:
     [scheduler] = [
         process
         for process in psutil.Process(cluster.pid).children(recursive=True)
         if "SchedulerService" in " ".join(process.cmdline())
     ]
     scheduler.kill()
+
+
+class Sabotage:
+    """Progress of a replay that kills the scheduler once and empties the store again and again."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self.cluster = cluster
+        self.num_turns = 0
+        self.num_removed = 0
+
+    def begin(self, total: int) -> None: ...
+
+    def end(self) -> None: ...
+
+    def turn_done(self, arm: str, record: Any) -> None:
+        self.num_turns += 1
+        if self.num_turns == 2:
+            kill_scheduler(self.cluster)
+        for path in self.cluster.store_root.glob("*/*/objects/*/*"):
+            path.unlink(missing_ok=True)
+            self.num_removed += 1
+
+
+def test_a_replay_survives_a_killed_scheduler_and_an_emptied_store(cluster: LocalCluster) -> None:
+    """One of the last: it kills the scheduler."""
+    sabotage = Sabotage(cluster)
+    replay = ReplayConfig(
+        endpoint=cluster.endpoint,
+        sessions=4,
+        turns=3,
+        concurrency=2,
+        anchor_tokens=300,
+        max_prompt_tokens=1000,
+        max_tokens=4,
+    )
+    result = asyncio.run(run_replay(replay, progress=sabotage))
+    assert (sabotage.num_turns, result.summary()["errors"]) == (12, 0)
+    assert sabotage.num_removed > 0
+
+
+def test_serving_goes_on_without_the_scheduler(cluster: LocalCluster, client: openai.OpenAI) -> None:
+    """Stays next to last: the scheduler is dead, or comes back and is killed again."""
+    with contextlib.suppress(ValueError):  # none to kill
+        kill_scheduler(cluster)
     for number in range(4):
         answer = client.chat.completions.create(
             model=MODEL, messages=HELLO, max_tokens=2, extra_headers={"x-session-id": f"orphan-{number}"}
