@@ -36,7 +36,7 @@ class Engine:
         os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
         # vLLM would bind every engine's threads to the same cores.
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        os.environ["OMP_NUM_THREADS"] = "1"
+        os.environ["OMP_NUM_THREADS"] = "2"
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self.num_preemptions = 0
