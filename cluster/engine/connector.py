@@ -184,14 +184,17 @@ class RopewalkConnector(KVConnectorBase_V1):
         if tracked is None or request.skip_reading_prefix_cache:
             return 0, False
         store = self._store(tracked.place)
+        # What a stage is there to compute is not missing.
+        expected = request.num_prompt_tokens - 1
+        if tracked.is_stage:
+            expected = max(start for start, _ in tracked.plan.gaps() if start < request.num_prompt_tokens)
         end = num_computed_tokens
         for segment in tracked.plan.segments:
             if segment.end <= end or segment.start >= request.num_prompt_tokens - 1:
                 continue
             if not store.contains(segment.chunk):
-                reason = "chunk_missing" if end < segment.end else None
-                if reason and reason not in tracked.fallbacks:
-                    tracked.fallbacks.append(reason)
+                if segment.start < expected and "chunk_missing" not in tracked.fallbacks:
+                    tracked.fallbacks.append("chunk_missing")
                 break
             end = segment.end
         end = min(end, request.num_prompt_tokens - 1)

@@ -163,6 +163,7 @@ def test_a_stage_is_stored_in_the_step_that_computes_it(harness):
     assert harness.schedule(stage) == 300
     harness.layout.numbers[:] = GOOD  # the forward pass
     harness.forward()
+    assert harness.connector.request_finished(stage, [])[1]["ropewalk"]["fallbacks"] == []
     assert all(harness.store.contains(segment.chunk) for segment in plan.segments)
 
 

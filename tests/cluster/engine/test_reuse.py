@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ropewalk.kernels.keys import HEAD_LENGTH
+
 from .conftest import Answer
 from .prompts import body_and_headers, prompt
 
@@ -169,6 +171,7 @@ def test_two_engines_share_one_store(start_engines, new_store):
     body, make_header, questions = body_and_headers(model, random.Random(37), NUM_BODY)
     tokens = [*make_header(128), *body, *questions[0]]
     engine.ask(tokens, mode="exact")
-    assert other.ask(tokens, mode="exact").num_cached == len(tokens) - 1
+    engine.settle()
+    assert other.ask(tokens, mode="exact").num_cached >= len(tokens) - HEAD_LENGTH
     moved = other.ask([*make_header(64), *body, *questions[1]], mode="reuse")
     assert moved.report.tokens["reused"] >= 0.85 * NUM_BODY
