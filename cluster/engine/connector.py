@@ -170,12 +170,13 @@ class RopewalkConnector(KVConnectorBase_V1):
         if not params or "plan" not in params or self._refused:
             return
         plan = Plan.from_params(params["plan"])
-        if plan.first_inexact is not None and not request.block_hashes:
+        is_inexact = plan.first_inexact is not None and plan.first_inexact < request.num_prompt_tokens
+        if is_inexact and not request.block_hashes:
             logger.error("Request %s is planned with reuse, but no full block can carry its domain", request.request_id)
             return
         tracked = _Tracked(request, plan, (params["fingerprint"], params["tenant"]), bool(params["is_stage"]))
         self._tracked[request.request_id] = tracked
-        if plan.first_inexact is not None and plan.first_inexact < request.num_prompt_tokens:
+        if is_inexact and plan.first_inexact is not None:
             enter_reuse_domain(request, plan.first_inexact, self._block_size)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:

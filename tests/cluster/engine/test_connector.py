@@ -167,6 +167,21 @@ def test_a_stage_is_stored_in_the_step_that_computes_it(harness):
     assert all(harness.store.contains(segment.chunk) for segment in plan.segments)
 
 
+def test_a_stage_shorter_than_a_block_is_stored_too(harness):
+    body = words(2, 600)
+    harness.fill(as_tokens(np.concatenate([words(3, 57), body])))
+    tokens = as_tokens(np.concatenate([words(4, 20), words(5, 16), body, [1, 2, 3]]))
+    plan = harness.plan(tokens, reuse=True)
+    harness.connector._block_size = 128
+    stage = harness.request(tokens[: plan.stages[0]], plan, is_stage=True)
+    stage.block_hashes = []
+    harness.schedule(stage)
+    harness.layout.numbers[:] = GOOD
+    harness.forward()
+    assert plan.stages[0] < 128
+    assert all(harness.store.contains(segment.chunk) for segment in plan.segments)
+
+
 def test_a_step_whose_load_failed_stores_nothing_that_it_computed(harness):
     tokens, plan = staged_prompt(harness)
     stage = harness.request(tokens[: plan.stages[0]], plan, is_stage=True)
