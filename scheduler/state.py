@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import os
+import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -428,7 +429,7 @@ def load_state(path: Path, settings: SchedulerSettings) -> tuple[SchedulerState,
 def save_state(data: Mapping[str, Any], path: Path) -> None:
     """Write a state's dict so that a reader sees the old file or the new one whole. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:
             json.dump(data, file, separators=(",", ":"))
