@@ -40,7 +40,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         f"Ropewalk ({MODEL_SOURCE}), replay the same six-agent GSM8K sessions on both in turn, print the "
         "comparison, stop.",
     )
-    parser.add_argument("--sessions", type=int, default=6, metavar="N", help="default: %(default)s")
+    parser.add_argument("--sessions", type=int, default=5, metavar="N", help="default: %(default)s")
     parser.add_argument("--turns", type=int, default=8, metavar="T", help="requests a session (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("out/demo"), metavar="DIR", help="default: %(default)s")

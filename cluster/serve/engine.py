@@ -16,8 +16,27 @@ from ropewalk.cluster.engine.request import RequestReport
 from ropewalk.cluster.engine.settings import EngineSettings
 
 
-class AgentEngine(VLLMEngine):
-    """Stock `VLLMEngine` whose engine client plans each request."""
+UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""By its full name: on CPU vLLM takes the short name `uni` for `mp`, as it cannot set OpenMP's environment for a worker
+that shares the engine's process. Ropewalk sets it when the replica starts (`application.py`)."""
+
+
+class PlainEngine(VLLMEngine):
+    """Stock `VLLMEngine`, its CPU worker in the engine's process.
+
+    Ray Serve LLM gives every CPU engine a worker process of its own. With one worker that is a process more to start,
+    and the two spin on shared memory while they wait for each other: on few cores they take them from the model.
+    """
+
+    def _start_async_llm_engine(self, vllm_engine_args: Any, vllm_engine_config: Any, placement_group: Any) -> Any:
+        parallel = vllm_engine_config.parallel_config
+        if vllm_engine_config.device_config.device_type == "cpu" and parallel.world_size == 1:
+            parallel.distributed_executor_backend = UNIPROC
+        return super()._start_async_llm_engine(vllm_engine_args, vllm_engine_config, placement_group)
+
+
+class AgentEngine(PlainEngine):
+    """`PlainEngine` whose engine client plans each request."""
 
     def __init__(self, llm_config: Any, *, settings: EngineSettings) -> None:
         super().__init__(llm_config)

@@ -14,7 +14,7 @@ from ray.llm._internal.serve.core.server.llm_server import LLMServer
 
 from ropewalk.cluster.engine.request import PARAMS_KEY, Mode, RequestReport, RequestSettings
 from ropewalk.cluster.engine.settings import EngineSettings
-from ropewalk.cluster.serve.engine import AgentEngine
+from ropewalk.cluster.serve.engine import AgentEngine, PlainEngine
 from ropewalk.cluster.serve.explain import explain_stream, explanation
 from ropewalk.cluster.serve.loopback import keep_on_loopback
 from ropewalk.cluster.serve.observer import Observer
@@ -26,11 +26,11 @@ ENGINE_STOP_S = 3.0
 
 
 class PlainServer(LLMServer):
-    """Stock vLLM as Ray Serve LLM runs it: the baseline. Nothing but Ray's usage telemetry is left out."""
+    """Stock vLLM as Ray Serve LLM runs it: the baseline. Only Ray's usage telemetry and the CPU worker's process go."""
 
     async def __init__(self, llm_config: Any) -> None:  # type: ignore[misc]
         keep_on_loopback()
-        await super().__init__(llm_config)
+        await super().__init__(llm_config, engine_cls=PlainEngine)
 
     async def _start_engine(self) -> None:
         # Ray's own version also starts a detached telemetry actor, which costs a process that imports vLLM.

@@ -71,6 +71,25 @@ def test_a_session_leaves_a_replica_that_is_too_busy() -> None:
     assert (leaves.order, leaves.reason) == (["r1", "r0"], RouteReason.SESSION_BUSY)
 
 
+@pytest.mark.parametrize(
+    ("other_node", "chars", "queue", "expected"),
+    [
+        ("n0", 4 * 2_000, 1, "r1"),  # the store of the node has the history
+        ("n1", 4 * 2_000, 1, "r0"),  # elsewhere it would be computed again
+        ("n0", 4 * 8_000, 1, "r0"),  # even reading it takes longer than a request
+        ("n1", 4 * 800, 2, "r1"),  # a short history is computed sooner than two requests end
+    ],
+)
+def test_a_session_leaves_when_waiting_costs_more_than_its_history(
+    other_node: str, chars: int, queue: int, expected: str
+) -> None:
+    local = LocalAffinity()
+    local.remember("r0", "s", None)
+    candidates = [ReplicaView("r0", queue, node="n0"), ReplicaView("r1", 0, node=other_node)]
+    ranking = rank_replicas(RequestHints("s", num_prompt_chars=chars), candidates, None, local)
+    assert ranking.order[0] == expected
+
+
 def test_a_new_session_goes_to_a_warm_anchor() -> None:
     known = snapshot(("other", "planner", "r2"))
     hints = RequestHints("new", sketch=ANCHOR)
@@ -107,7 +126,7 @@ def test_new_sessions_of_unknown_agents_are_spread() -> None:
     assert set(chosen.values()) == {10}
 
 
-def test_a_replica_on_the_same_node_is_half_warm() -> None:
+def test_a_replica_on_the_same_node_is_nearly_warm() -> None:
     state = SchedulerState()
     state.observe(Observation(None, "planner", ANCHOR, "m", "gone", "n1", 1.0))
     candidates = [ReplicaView("r0", 0, node="n0"), ReplicaView("r1", 0, node="n1")]
