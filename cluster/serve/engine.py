@@ -15,7 +15,6 @@ from ropewalk.cluster.engine.planned import PlannedEngine, wrap_engine
 from ropewalk.cluster.engine.request import RequestReport
 from ropewalk.cluster.engine.settings import EngineSettings
 
-
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """By its full name: on CPU vLLM takes the short name `uni` for `mp`, as it cannot set OpenMP's environment for a worker
 that shares the engine's process. Ropewalk sets it when the replica starts (`application.py`)."""
