@@ -20,7 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ropewalk.agents.identity import AgentRegistry, AnchorSketch, anchor_sketch
+from ropewalk.agents.identity import AgentRegistry
+from ropewalk.agents.sketch import AnchorSketch, anchor_sketch
 from ropewalk.scheduler.routing import LocalAffinity, ReplicaView, RequestHints, rank_replicas
 from ropewalk.scheduler.state import Observation, SchedulerState
 

@@ -7,6 +7,8 @@ last 64 tokens only. That makes it a sum of 64 shifted terms, which doubling bui
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +16,10 @@ import numpy.typing as npt
 
 WINDOW = 64
 """Tokens that one hash value depends on: the width of the 64-bit hash, since it shifts by one bit a token."""
+
+
+BLOCK = 16_384
+"""Tokens hashed at a time: the two 128-KiB arrays of a block stay in a core's L2 cache through all steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,25 +40,36 @@ class ChunkSizes:
 
 def token_weights(tokens: npt.NDArray[np.integer]) -> npt.NDArray[np.uint64]:
     """Return `G[token]`: a fixed pseudo-random 64-bit number for each token id, `[T]` (splitmix64, so no table)."""
-    x = tokens.astype(np.uint64) + np.uint64(1)
+    x = tokens.astype(np.uint64)
+    shifted = np.empty_like(x)
+    x += np.uint64(1)
     x *= np.uint64(0x9E3779B97F4A7C15)
-    x ^= x >> np.uint64(30)
+    x ^= np.right_shift(x, np.uint64(30), out=shifted)
     x *= np.uint64(0xBF58476D1CE4E5B9)
-    x ^= x >> np.uint64(27)
+    x ^= np.right_shift(x, np.uint64(27), out=shifted)
     x *= np.uint64(0x94D049BB133111EB)
-    x ^= x >> np.uint64(31)
+    x ^= np.right_shift(x, np.uint64(31), out=shifted)
     return x
 
 
 def gear_hash(tokens: npt.NDArray[np.integer]) -> npt.NDArray[np.uint64]:
     """Return the rolling hash after each token, `[T]` uint64. `tokens` is `[T]` of any integer type."""
-    sums = token_weights(tokens)
-    width = 1
-    while width < WINDOW:
-        shifted = sums[:-width] << np.uint64(width)
-        sums = np.concatenate([sums[:width], sums[width:] + shifted])
-        width *= 2
-    return sums
+    return np.concatenate([np.empty(0, np.uint64), *(sums.copy() for _, sums in _hash_blocks(tokens))])
+
+
+def _hash_blocks(tokens: npt.NDArray[np.integer]) -> Iterator[tuple[int, npt.NDArray[np.uint64]]]:
+    """Yield `(start, hashes from there on)` block by block; an array is valid until the next one is asked for."""
+    scratch = np.empty(min(BLOCK + WINDOW, len(tokens)), dtype=np.uint64)
+    for start in range(0, len(tokens), BLOCK):
+        # The window of a block's first token reaches back into the block before.
+        halo = min(start, WINDOW - 1)
+        sums = token_weights(tokens[start - halo : start + BLOCK])
+        width = 1
+        while width < WINDOW:
+            shifted = np.left_shift(sums[:-width], np.uint64(width), out=scratch[: max(len(sums) - width, 0)])
+            sums[width:] += shifted
+            width *= 2
+        yield start, sums[halo:]
 
 
 def chunk_limits(tokens: npt.NDArray[np.integer], sizes: ChunkSizes) -> list[int]:
@@ -62,18 +79,30 @@ def chunk_limits(tokens: npt.NDArray[np.integer], sizes: ChunkSizes) -> list[int
     tokens), but never before `sizes.minimum` and never after `sizes.maximum` tokens. Only the last chunk may be
     shorter than the minimum.
     """
-    num_tokens = len(tokens)
-    # Behind the minimum, candidates arrive with probability 1 / (mean - minimum): the mean length is then `mean`.
-    threshold = np.uint64(min((1 << 64) // (sizes.mean - sizes.minimum), (1 << 64) - 1))
-    candidates = np.flatnonzero(gear_hash(tokens) < threshold) + 1
+    threshold = boundary_threshold(sizes)
+    candidates: list[int] = []
+    for start, sums in _hash_blocks(tokens):
+        candidates += (np.flatnonzero(sums < threshold) + (start + 1)).tolist()
+    return choose_limits(candidates, len(tokens), sizes)
+
+
+def boundary_threshold(sizes: ChunkSizes) -> np.uint64:
+    """Return the value below which a hash ends a chunk.
+
+    Behind the minimum, candidates arrive with probability `1 / (mean - minimum)`: the mean length is then `mean`.
+    """
+    return np.uint64(min((1 << 64) // (sizes.mean - sizes.minimum), (1 << 64) - 1))
+
+
+def choose_limits(candidates: list[int], num_tokens: int, sizes: ChunkSizes) -> list[int]:
+    """Choose the ends of chunks among the places where a hash would end one, ascending (see `chunk_limits`)."""
     limits: list[int] = []
-    start = 0
-    index = 0
+    start = index = 0
     while num_tokens - start > sizes.minimum:
-        index += int(np.searchsorted(candidates[index:], start + sizes.minimum))
+        index = bisect_left(candidates, start + sizes.minimum, index)
         end = start + sizes.maximum
-        if index < len(candidates):
-            end = min(end, int(candidates[index]))
+        if index < len(candidates) and candidates[index] < end:
+            end = candidates[index]
         if end >= num_tokens:
             break
         limits.append(end)

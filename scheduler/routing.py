@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from ropewalk.agents.identity import AnchorSketch
+from ropewalk.agents.sketch import AnchorSketch
 from ropewalk.scheduler.state import EMPTY_SNAPSHOT, Snapshot
 
 SESSION_SLACK = 4

@@ -19,8 +19,10 @@ from typing import Any
 
 import networkx as nx
 
-from ropewalk.agents.identity import AgentRegistry, AnchorIndex, AnchorSketch, Profile, clean_agent_name
+from ropewalk.agents.identity import AgentRegistry
+from ropewalk.agents.profiles import AnchorIndex, Profile
 from ropewalk.agents.sessions import SessionTable
+from ropewalk.agents.sketch import AnchorSketch, clean_agent_name
 from ropewalk.scheduler.survival import MAX_HOPS, TAU, survival
 from ropewalk.scheduler.transitions import EPSILON, TransitionCounts
 

@@ -349,11 +349,16 @@ class RopewalkConnector(KVConnectorBase_V1):
             for part in load.parts:
                 try:
                     self._load(load.place, part)
-                except (OSError, ChunkCorrupt, _TokensDiffer, UnsupportedLayout) as error:
+                except Exception as error:  # an engine that dies of one chunk loses everybody's requests
                     self._failures[load.request_id] = (_reason(error), position)
                     # Blocks behind the failed ones are computed in this step, from garbage.
                     self._failed_blocks.update(load.block_ids[position // self._block_size :])
-                    logger.warning("Recomputing KV of request %s: %s", load.request_id, error)
+                    logger.warning(
+                        "Recomputing KV of request %s: %s",
+                        load.request_id,
+                        error,
+                        exc_info=_reason(error) == "load_failed",
+                    )
                     break
                 position += len(part.tokens)
 
@@ -454,7 +459,9 @@ def _reason(error: Exception) -> str:
         return "chunk_corrupt"
     if isinstance(error, _TokensDiffer):
         return "tokens_differ"
-    return "layout_unknown"
+    if isinstance(error, UnsupportedLayout):
+        return "layout_unknown"
+    return "load_failed"
 
 
 def enter_reuse_domain(request: Request, first_inexact: int, block_size: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ropewalk.agents.identity import anchor_sketch
+from ropewalk.agents.sketch import anchor_sketch
 from ropewalk.cluster.serve.settings import peek_session
 from ropewalk.scheduler.routing import RequestHints
 

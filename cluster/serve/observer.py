@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from ropewalk.agents.identity import anchor_sketch
+from ropewalk.agents.sketch import anchor_sketch
 from ropewalk.cluster.engine.request import RequestReport, RequestSettings
 from ropewalk.cluster.serve.hints import anchor_body
 from ropewalk.scheduler.actor import SchedulerClient

@@ -125,6 +125,9 @@ def _read(path: Path, *, with_rows: bool) -> tuple[ChunkHeader, torch.Tensor | N
         )
     except FileNotFoundError:
         raise
-    except (SafetensorError, KeyError, ValueError, OSError) as error:
+    except (SafetensorError, KeyError, ValueError, OSError, RuntimeError) as error:
+        # The library opens the file twice, and torch calls one that vanished in between a `RuntimeError`.
+        if not path.exists():
+            raise FileNotFoundError(f"{path.name} was deleted while it was opened") from error
         raise ChunkCorrupt(f"{path.name}: {error}") from error
     return header, rows, metadata

@@ -5,9 +5,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ropewalk.kernels.gear import WINDOW, ChunkSizes, chunk_limits, gear_hash, token_weights
+from ropewalk.kernels.gear import BLOCK, WINDOW, ChunkSizes, chunk_limits, gear_hash, token_weights
 
 tokens_strategy = st.lists(st.integers(0, 200_000), max_size=700).map(lambda t: np.array(t, dtype=np.int32))
+
+
+def test_a_hash_does_not_depend_on_where_its_block_begins():
+    tokens = np.random.default_rng(0).integers(0, 200_000, 2 * BLOCK + 1000).astype(np.int32)
+    whole = gear_hash(tokens)
+    for start in (1, 63, 64, 1000, BLOCK - 1):
+        assert np.array_equal(whole[start + WINDOW - 1 :], gear_hash(tokens[start:])[WINDOW - 1 :])
 
 
 @given(tokens_strategy)

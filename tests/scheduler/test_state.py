@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from ropewalk.agents.identity import AnchorSketch, anchor_sketch
+from ropewalk.agents.sketch import AnchorSketch, anchor_sketch
 from ropewalk.scheduler.state import (
     MAX_WARM_REPLICAS,
     Observation,

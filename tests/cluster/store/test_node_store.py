@@ -1,7 +1,10 @@
 """The chunk store: what goes in comes out, damage is noticed, budgets hold, and nothing depends on files staying."""
 
 import shutil
+import subprocess
+import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from ropewalk.cluster.store.chunk import ChunkCorrupt, ChunkHeader, read_chunk
+from ropewalk.cluster.store.chunk import ChunkCorrupt, ChunkHeader, read_chunk, write_chunk
 from ropewalk.cluster.store.node_store import MAX_HEADS, MAX_VERSIONS, NodeStore
 from ropewalk.kernels.keys import Domain, as_tokens, chain_key, content_key, head_key, root_key
 
@@ -58,6 +61,29 @@ def test_a_chunk_comes_back_as_it_was_stored(store, dtype):
     assert (found.chain, found.parent, found.domain, found.start) == (header.chain, header.parent, header.domain, 0)
     assert found.tokens.tolist() == header.tokens.tolist()
     assert torch.equal(found_rows, rows.to(dtype))
+
+
+def test_a_chunk_deleted_under_its_readers_is_whole_or_gone(tmp_path):
+    """A reader opens the file twice. A child that hides and shows it all along hits the moment between."""
+    header, rows = make_chunk(1)
+    path = tmp_path / "chunk"
+    write_chunk(path, header, rows)
+    hidden = tmp_path / "hidden"
+    hide, show = (f"os.rename({str(a)!r}, {str(b)!r})" for a, b in ((path, hidden), (hidden, path)))
+    loop = f"import os\nwhile True: {hide}; {show}"
+    found = Counter()
+    with subprocess.Popen([sys.executable, "-c", loop]) as child:
+        try:
+            while found["read"] < 300 or found["gone"] < 300:
+                try:
+                    assert torch.equal(read_chunk(path)[1], rows)
+                    found["read"] += 1
+                except FileNotFoundError:
+                    found["gone"] += 1
+                except ChunkCorrupt:
+                    found["gone"] += 1  # it was there again when the reader looked
+        finally:
+            child.kill()
 
 
 def test_a_chunk_is_found_by_name_content_and_head_from_another_process_view(store):
