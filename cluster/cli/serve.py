@@ -143,6 +143,7 @@ def _announce(config: ClusterConfig, deployment: Any, ready_file: Path | None) -
             "models": [entry.name for entry in config.models],
             "pid": os.getpid(),
             "ray_address": deployment.ray_address,
+            "ray_environment": deployment.ray_environment,
             "store_root": str(deployment.store_root()),
             "log_dir": str(deployment.log_dir) if deployment.log_dir else None,
         }

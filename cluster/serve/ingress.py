@@ -30,7 +30,6 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
-from ropewalk.cluster.serve.loopback import keep_on_loopback
 from ropewalk.cluster.serve.reasons import reasons_of
 from ropewalk.scheduler.actor import SchedulerClient
 from ropewalk.scheduler.state import EMPTY_SNAPSHOT, SchedulerSettings, graph_payload
@@ -61,7 +60,6 @@ class AgentIngress(OpenAiIngress):
         scheduler: SchedulerSettings | None,
         **kwargs: Any,
     ) -> None:
-        keep_on_loopback()
         super().__init__(**kwargs)
         self._scheduler = SchedulerClient(scheduler) if scheduler is not None else None
         self._models: dict[str, dict[str, Any]] = {model["id"]: model for model in models}

@@ -24,7 +24,7 @@ import yaml
 
 from ropewalk.cluster.config import ClusterConfig
 from ropewalk.cluster.serve import progress
-from ropewalk.cluster.serve.loopback import LOOPBACK_VARIABLE
+from ropewalk.cluster.serve.tls import tls_settings
 
 NAMESPACE = "ropewalk"
 """Ray namespace of everything that Ropewalk starts by name."""
@@ -98,6 +98,7 @@ class Deployment:
         self._store_dir: Path | None = None
         self.log_dir: Path | None = None
         self.ray_address = ""
+        self.ray_environment: dict[str, str] = {}
         self._connected = False
         self._deployed = False
 
@@ -119,7 +120,6 @@ class Deployment:
             # Read when Ray is imported: keeps every listener of a single-node Ray on 127.0.0.1.
             os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
             os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-            os.environ[LOOPBACK_VARIABLE] = "1"
             # Ray runs workers at 15, so that on a busy machine every other process would slow down the engines.
             os.environ.setdefault("RAY_worker_niceness", "0")
             # Ray's 0.1 s costs some percent of a core all the time; nothing here changes that fast.
@@ -127,6 +127,9 @@ class Deployment:
             # On a busy machine a proxy takes longer than Ray's 5 s to come up, and would be killed for it.
             os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
             self._work_dir = _short_temp_dir()
+            if "RAY_USE_TLS" not in os.environ:
+                self.ray_environment = tls_settings(self._work_dir)
+                os.environ.update(self.ray_environment)
             self.say(f"starting Ray on 127.0.0.1 (logs: {self._work_dir}/session_latest/logs)")
         else:
             self.say(f"connecting to Ray at {self.address}")
@@ -403,8 +406,13 @@ class LocalCluster:
 
     @property
     def ray_address(self) -> str:
-        """Address of the cluster's Ray, for `ray.init(address=...)`."""
+        """Address of the cluster's Ray, for `ray.init(address=...)` in a process with `ray_environment`."""
         return str(self._ready["ray_address"])
+
+    @property
+    def ray_environment(self) -> dict[str, str]:
+        """What the environment of a process must hold before it imports Ray, to be let in."""
+        return dict(self._ready["ray_environment"])
 
     @property
     def store_root(self) -> Path:

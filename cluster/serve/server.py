@@ -16,7 +16,6 @@ from ropewalk.cluster.engine.request import PARAMS_KEY, Mode, RequestReport, Req
 from ropewalk.cluster.engine.settings import EngineSettings
 from ropewalk.cluster.serve.engine import AgentEngine, PlainEngine
 from ropewalk.cluster.serve.explain import explain_stream, explanation
-from ropewalk.cluster.serve.loopback import keep_on_loopback
 from ropewalk.cluster.serve.observer import Observer
 from ropewalk.cluster.serve.settings import RESERVED_FIELDS, RequestRefused, read_settings
 from ropewalk.scheduler.state import SchedulerSettings
@@ -29,7 +28,6 @@ class PlainServer(LLMServer):
     """Stock vLLM as Ray Serve LLM runs it: the baseline. Only Ray's usage telemetry and the CPU worker's process go."""
 
     async def __init__(self, llm_config: Any) -> None:  # type: ignore[misc]
-        keep_on_loopback()
         await super().__init__(llm_config, engine_cls=PlainEngine)
 
     async def _start_engine(self) -> None:
@@ -56,7 +54,6 @@ class AgentServer(LLMServer):
         default_mode: Mode,
         scheduler: SchedulerSettings | None,
     ) -> None:
-        keep_on_loopback()
         self._default_mode = default_mode
         self._observer: Observer | None = None
         if scheduler is not None:

@@ -8,6 +8,8 @@ import ipaddress
 import json
 import runpy
 import signal
+import socket
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -310,15 +312,44 @@ def test_status_shows_models_replicas_store_and_agents(
     assert json.loads(capsys.readouterr().out)["models"][0]["ready"] == 2
 
 
-def test_every_listener_is_on_loopback(cluster: LocalCluster) -> None:
-    addresses = {
-        ipaddress.ip_address(connection.laddr.ip)
+def reachable_ports(cluster: LocalCluster) -> list[int]:
+    """Ports that listen on more than loopback."""
+    listeners = [
+        connection.laddr
         for process in (psutil.Process(cluster.pid), *psutil.Process(cluster.pid).children(recursive=True))
         for connection in process.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
-    }
-    assert addresses
-    assert all((getattr(address, "ipv4_mapped", None) or address).is_loopback for address in addresses)
+    ]
+    assert listeners
+    addresses = [(ipaddress.ip_address(listener.ip), listener.port) for listener in listeners]
+    return [p for address, p in addresses if not (getattr(address, "ipv4_mapped", None) or address).is_loopback]
+
+
+def first_answer(port: int, context: ssl.SSLContext | None) -> bytes:
+    """What an HTTP/2 server says to a client's preface; nothing if it closes the connection."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as plain:
+            connection = context.wrap_socket(plain) if context else plain
+            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5))
+            return connection.recv(64)
+    except OSError:  # SSLError is one
+        return b""
+
+
+def test_what_listens_on_all_interfaces_talks_to_the_cluster_only(cluster: LocalCluster) -> None:
+    """Ray Serve binds a port of every replica to all interfaces; nobody without the cluster's certificate gets in."""
+    ports = reachable_ports(cluster)
+    stranger, member = (ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) for _ in range(2))
+    for context in (stranger, member):
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        context.set_alpn_protocols(["h2"])
+    environment = cluster.ray_environment
+    member.load_cert_chain(environment["RAY_TLS_SERVER_CERT"], environment["RAY_TLS_SERVER_KEY"])
+    for port in ports:
+        assert first_answer(port, member), "the test itself gets no answer"
+        assert not first_answer(port, None)
+        assert not first_answer(port, stranger)
 
 
 def kill_scheduler(cluster: LocalCluster) -> None:
