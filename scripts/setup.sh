@@ -3,13 +3,14 @@
 # nothing is done if nothing changed, and an environment that an interrupted run left half-finished is made anew.
 #
 #   PYTHON=python3.12      interpreter to use (default: the first usable one of the list below)
-#   ROPEWALK_EXTRA=gpu     install the CUDA build of vLLM that Ray pins, instead of the CPU build
+#   ROPEWALK_EXTRA=gpu     install the CUDA build of vLLM that Ray pins, instead of the CPU build; remembered in .venv
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-extra=${ROPEWALK_EXTRA:-cpu}
 lock=requirements/cpu.lock
 venv=.venv
+chosen=$venv/.ropewalk-extra
+extra=${ROPEWALK_EXTRA:-$(cat "$chosen" 2>/dev/null || echo cpu)}
 stamp=$venv/.ropewalk-setup
 running=$venv/.ropewalk-setup-running
 torch_cpu_index=https://download.pytorch.org/whl/cpu
@@ -88,6 +89,10 @@ fi
 if [ -e "$running" ]; then
   say "an earlier setup was interrupted; starting over"
   rm -rf "$venv"
+elif [ -e "$chosen" ] && [ "$(cat "$chosen")" != "$extra" ]; then
+  # Both builds of vLLM put their files into the same directory.
+  say "$venv holds the $(cat "$chosen") build; making it anew with the $extra build"
+  rm -rf "$venv"
 elif [ -e "$venv" ] && ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
   say "$venv does not work; making it anew"
   rm -rf "$venv"
@@ -101,6 +106,7 @@ if [ ! -e "$venv" ]; then
 fi
 if [ "$(cat "$stamp" 2>/dev/null)" != "$(fingerprint)" ]; then
   touch "$running"
+  printf '%s\n' "$extra" >"$chosen"
   "install_$extra"
   say "compiling byte code"
   "$venv/bin/python" -m compileall -q -j 0 "$venv/lib" >/dev/null 2>&1 || true  # some packages ship templates

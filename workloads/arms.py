@@ -24,7 +24,8 @@ async def run_arms(
     """Replay the same sessions on every arm, block by block, and return the results by the arms' names.
 
     The sessions are cut into blocks of `block_sessions` (`None`: as many as run at a time, so single sessions at
-    concurrency 1). Each block goes to all arms, one after the other; who goes first rotates from block to block.
+    concurrency 1; all of them in an open loop, which a pause between blocks would close). Each block goes to all arms,
+    one after the other; who goes first rotates from block to block.
     Only one arm is under load at any time. The arms get identical bodies but for `model` and `ropewalk`, unless
     `live` feeds their own replies back.
 
@@ -32,7 +33,7 @@ async def run_arms(
     """
     check_arms(configs)
     program, sessions = prepare(configs[0])
-    size = block_sessions or configs[0].concurrency
+    size = block_sessions or (configs[0].concurrency if configs[0].rate is None else len(sessions))
     blocks = [sessions[start : start + size] for start in range(0, len(sessions), size)]
     async with AsyncExitStack() as stack:
         origin = time.perf_counter()

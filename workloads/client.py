@@ -134,7 +134,7 @@ class ChatClient:
         except _BadReply as error:
             reply.error = str(error)
         finally:
-            reply.ended = time.perf_counter()
+            reply.ended = reply.ended or time.perf_counter()
         return reply
 
     async def _stream(self, body: Mapping[str, Any], headers: Mapping[str, str], reply: Reply) -> None:
@@ -149,7 +149,8 @@ class ChatClient:
                 now = time.perf_counter()
                 if event == "[DONE]":
                     finished = True
-                    break
+                    reply.ended = now
+                    continue  # read to the very end, or the connection could not be used again
                 _read_chunk(event, now, reply)
             if not finished and reply.finish_reason is None:
                 raise _BadReply("stream ended before the reply was complete")

@@ -18,7 +18,7 @@ PROGRAMS = ("gsm8k",)
 # Fields that decide what is asked. Arms that are compared must agree on all of them.
 WORKLOAD_FIELDS = (
     "program", "sessions", "turns", "seed", "headers", "anchor_tokens", "max_prompt_tokens", "max_tokens", "dataset",
-    "ignore_eos", "live", "concurrency", "rate", "warmup_turns",
+    "ignore_eos", "live", "concurrency", "rate", "warmup_turns", "timeout_s",
 )  # fmt: skip
 
 

@@ -6,12 +6,18 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from urllib.parse import urlsplit
 
 COMMANDS = ("serve", "status", "replay", "graph", "demo")
 
 
 class UserError(Exception):
     """A mistake in what the user gave: printed as one line, exit code 2."""
+
+
+def is_local(url: str) -> bool:
+    """Whether a URL is of this machine: a proxy from the environment is for the outside world."""
+    return urlsplit(url).hostname in ("127.0.0.1", "::1", "localhost")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,9 +21,17 @@ if TYPE_CHECKING:
     from ropewalk.cluster.config import ClusterConfig
     from ropewalk.workloads.config import ReplayConfig
     from ropewalk.workloads.metrics import ReplayResult
+    from ropewalk.workloads.programs.gsm8k import HeaderMode
 
 MODEL_SOURCE = "smollm2-135m"
 ARMS = ("vllm", "ropewalk")
+HEADERS = {
+    "turn": "Every prompt begins with a header that changes (time, retrieved text): all behind it is lost to a prefix "
+    "cache.",
+    "session": "Every prompt begins with a header that changes from session to session: what is behind it is lost to a "
+    "prefix cache, but for the session's own history.",
+    "none": "Prompts begin with their instructions: a prefix cache finds those, and the session's own history.",
+}
 REPLICAS = 2
 KV_CACHE_GIB = 0.5
 """Room for 22,000 tokens a replica: more than all sessions in flight hold, so plain vLLM loses no prefix hit to it."""
@@ -43,6 +51,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--sessions", type=int, default=5, metavar="N", help="default: %(default)s")
     parser.add_argument("--turns", type=int, default=8, metavar="T", help="requests a session (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="default: %(default)s")
+    parser.add_argument(
+        "--headers",
+        choices=HEADERS,
+        default="turn",
+        help="how often the text above the shared instructions changes (default: %(default)s)",
+    )
     parser.add_argument("--out", type=Path, default=Path("out/demo"), metavar="DIR", help="default: %(default)s")
     parser.add_argument("--port", type=int, help="port of the endpoint (default: a free one)")
     parser.add_argument("--keep", action="store_true", help="serve on until Ctrl-C")
@@ -67,15 +81,15 @@ def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     try:
         # Checked before anything is started, which takes a minute.
-        replays = replay_configs(f"http://127.0.0.1:{port}/v1", args.sessions, args.turns, args.seed)
+        replays = replay_configs(f"http://127.0.0.1:{port}/v1", args.sessions, args.turns, args.seed, args.headers)
         if (free := psutil.virtual_memory().available / 2**30) < MEMORY_GIB:
             console.print(
                 f"warning: the demo needs about {MEMORY_GIB} GiB of memory, and {free:.0f} are free", style="yellow"
             )
         with _interrupted_by(signal.SIGTERM), LocalCluster(config, report=_relay_to(console)) as cluster:
             console.print(
-                f"Replaying {args.sessions} sessions of {args.turns} turns on each arm, in turn. Every prompt begins "
-                "with a header that changes (time, retrieved text): all behind it is lost to a prefix cache."
+                f"Replaying {args.sessions} sessions of {args.turns} turns on each arm, in turn. "
+                f"{HEADERS[args.headers]}"
             )
             results = asyncio.run(_replay(replays))
             write_reports(args.out, results)
@@ -95,15 +109,20 @@ def run(args: argparse.Namespace) -> int:
 
 def cluster_config(port: int) -> ClusterConfig:
     """Two deployments of one model that differ in nothing but Ropewalk."""
-    from ropewalk.cluster.config import ConfigError, parse_config
+    from ropewalk.cluster.config import ConfigError, is_cpu_build, parse_config
 
-    same = {
+    same: dict[str, Any] = {
         "source": MODEL_SOURCE,
         "replicas": REPLICAS,
         "kv_cache_gib": KV_CACHE_GIB,
         # Only one arm is under load at a time, so its replicas may use the whole machine.
         "cpus_per_replica": max(1, len(os.sched_getaffinity(0)) // REPLICAS),
     }
+    if not is_cpu_build():  # the four replicas share one GPU; small ones, so that all fit
+        same |= {
+            "gpus_per_replica": 1 / (2 * REPLICAS),
+            "engine_args": {"gpu_memory_utilization": 0.9 / (2 * REPLICAS)},
+        }
     models = [{**same, "name": "vllm", "plain": True}, {**same, "name": "ropewalk", "reuse": "reuse"}]
     try:
         return parse_config({"http": {"port": port}, "models": models}, "demo")
@@ -111,7 +130,9 @@ def cluster_config(port: int) -> ClusterConfig:
         raise UserError(str(error)) from None
 
 
-def replay_configs(endpoint: str, sessions: int, turns: int, seed: int) -> list[ReplayConfig]:
+def replay_configs(
+    endpoint: str, sessions: int, turns: int, seed: int, headers: HeaderMode = "turn"
+) -> list[ReplayConfig]:
     """The same work for each arm. Raises `WorkloadError` for figures that make no sense."""
     from ropewalk.workloads.config import ReplayConfig
 
@@ -124,6 +145,7 @@ def replay_configs(endpoint: str, sessions: int, turns: int, seed: int) -> list[
             turns=turns,
             concurrency=REPLICAS,
             seed=seed,
+            headers=headers,
             ignore_eos=True,
         )
         for arm in ARMS

@@ -53,11 +53,11 @@ def fetch(endpoint: str, timeout_s: float) -> dict[str, Any]:
     """The body of `GET /v1/agents`. Raises UserError when nothing answers there or it is no Ropewalk."""
     import httpx
 
-    from ropewalk.cluster.cli import UserError
+    from ropewalk.cluster.cli import UserError, is_local
 
     base = endpoint.rstrip("/").removesuffix("/v1")
     try:
-        response = httpx.get(f"{base}/v1/agents", timeout=timeout_s)
+        response = httpx.get(f"{base}/v1/agents", timeout=timeout_s, trust_env=not is_local(base))
         response.raise_for_status()
         payload = response.json()
     except httpx.ConnectError as error:

@@ -36,7 +36,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--model", help="serve this one model: an embedded name, a directory or a Hugging Face id")
     parser.add_argument("--replicas", type=int, help="replicas of --model, or of the only model in the settings")
     parser.add_argument("--address", help="connect to a running Ray cluster ('auto') instead of starting one")
-    parser.add_argument("--detach", action="store_true", help="with --address: deploy, then leave it running")
+    parser.add_argument(
+        "--detach",
+        action="store_true",
+        help="with --address: do not wait, leave it running",
+    )
     parser.add_argument("--start-timeout", type=float, default=900.0, metavar="SECONDS", help="give up after this long")
     parser.add_argument("--parent", type=int, metavar="PID", help="stop when this process, the parent, is gone")
     parser.add_argument("--ready-file", type=Path, help="write the endpoint here as JSON once everything is ready")
@@ -71,12 +75,13 @@ def run(args: argparse.Namespace) -> int:
     with _stderr_to(noise.fileno()) as errors, contextlib.redirect_stdout(sys.stderr):
         try:
             _interrupt_on(signal.SIGTERM)
-            deployment.start(sources, timeout_s=args.start_timeout)
+            deployment.start(sources, timeout_s=args.start_timeout, wait=not args.detach)
             for number in (signal.SIGINT, signal.SIGTERM):  # Ray has installed a handler of its own
                 signal.signal(number, lambda *_: stopping.set())
-            _announce(config, deployment, args.ready_file)
             if args.detach:
+                deployment.say("deployed; replicas start as machines have room for them (see `ropewalk status`)")
                 return 0
+            _announce(config, deployment, args.ready_file)
             while not stopping.wait(PARENT_CHECK_S) and not _orphaned(args.parent):
                 pass
         except (KeyboardInterrupt, SystemExit):  # Ray answers SIGTERM with the latter

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ropewalk.cluster.cli import UserError
+from ropewalk.cluster.cli import UserError, is_local
 
 DEFAULT_ENDPOINT = "http://127.0.0.1:8000/v1"
 TIMEOUT_S = 15.0
@@ -41,7 +41,7 @@ def fetch(endpoint: str) -> dict[str, Any]:
 
     base = endpoint.rstrip("/").removesuffix("/v1")
     try:
-        with httpx.Client(base_url=base, timeout=TIMEOUT_S) as client:
+        with httpx.Client(base_url=base, timeout=TIMEOUT_S, trust_env=not is_local(base)) as client:
             answers = {name: client.get(f"/v1/{name}") for name in ("replicas", "agents")}
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise UserError(f"--endpoint {endpoint}: no answer ({error or type(error).__name__})") from None

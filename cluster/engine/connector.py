@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import RequestStatus
 
 from ropewalk.cluster.engine.facts import engine_facts
-from ropewalk.cluster.engine.layouts import KvLayout, UnsupportedLayout, find_layout
+from ropewalk.cluster.engine.layouts import KvLayout, StoredRows, UnsupportedLayout, find_layout
 from ropewalk.cluster.engine.request import PARAMS_KEY
 from ropewalk.cluster.engine.settings import settings_of
 from ropewalk.cluster.store.chunk import ChunkCorrupt, ChunkHeader
@@ -49,6 +50,9 @@ DOMAIN_SALT = b"ropewalk/reuse"
 
 MAX_TENANTS = 256
 """Models and tenants whose stores a process keeps open."""
+
+GATHER_S = 0.1
+"""Seconds that the first requests of a batched plan wait for the others, which were sent in the same moment."""
 
 Slots = npt.NDArray[np.int64]
 
@@ -126,10 +130,19 @@ class _Tracked:
     num_external: int = 0
     num_failed: int = 0
     """Planned tokens whose load failed: vLLM computes them, but goes on counting them as cached."""
-    unverified: bool = False
-    """Whether a load was handed out in a step whose result has not been seen yet."""
     block_ids: list[int] = field(default_factory=list)
     fallbacks: list[str] = field(default_factory=list)
+    group: str = ""
+    member: int = 0
+
+
+@dataclass(slots=True)
+class _Group:
+    """The stages of a batched plan and the request itself, in this order: they are to share a step."""
+
+    num_members: int
+    deadline: float
+    members: dict[int, str] = field(default_factory=dict)
 
 
 class RopewalkConnector(KVConnectorBase_V1):
@@ -149,6 +162,9 @@ class RopewalkConnector(KVConnectorBase_V1):
             logger.warning("Ropewalk stores and reuses no KV of this model: %s", self._refused)
         # Scheduler half
         self._tracked: dict[str, _Tracked] = {}
+        self._groups: dict[str, _Group] = {}
+        self._loads_unseen = False
+        """Whether loads were handed out in a step whose result has not been seen yet."""
         self._loads: list[Load] = []
         self._saves: list[Save] = []
         self._block_pool: BlockPool | None = None
@@ -176,14 +192,23 @@ class RopewalkConnector(KVConnectorBase_V1):
             return
         tracked = _Tracked(request, plan, (params["fingerprint"], params["tenant"]), bool(params["is_stage"]))
         self._tracked[request.request_id] = tracked
+        if plan.batched and plan.stages:
+            tracked.group, tracked.member = params["group"], params["member"]
+            group = self._groups.setdefault(tracked.group, _Group(len(plan.stages) + 1, time.monotonic() + GATHER_S))
+            group.members[tracked.member] = request.request_id
         if is_inexact and plan.first_inexact is not None:
             enter_reuse_domain(request, plan.first_inexact, self._block_size)
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """Return how far the plan's chunks reach beyond the local hit, the last token left to compute."""
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return how far the plan's chunks reach beyond the local hit, the last token left to compute.
+
+        None: ask again in the next step, because what the request builds on is not scheduled yet.
+        """
         tracked = self._tracked.get(request.request_id)
         if tracked is None or request.skip_reading_prefix_cache:
             return 0, False
+        if self._must_wait(tracked, num_computed_tokens):
+            return None, False
         store = self._store(tracked.place)
         # What a stage is there to compute is not missing.
         expected = request.num_prompt_tokens - 1
@@ -193,6 +218,9 @@ class RopewalkConnector(KVConnectorBase_V1):
         for segment in tracked.plan.segments:
             if segment.end <= end or segment.start >= request.num_prompt_tokens - 1:
                 continue
+            if segment.start > end:  # what a stage was to compute is gone: this request computes it, and all behind it
+                tracked.fallbacks.append("stage_lost")
+                break
             if not store.contains(segment.chunk):
                 if segment.start < expected and "chunk_missing" not in tracked.fallbacks:
                     tracked.fallbacks.append("chunk_missing")
@@ -201,6 +229,21 @@ class RopewalkConnector(KVConnectorBase_V1):
         end = min(end, request.num_prompt_tokens - 1)
         tracked.num_local = num_computed_tokens
         return max(end - num_computed_tokens, 0), False
+
+    def _must_wait(self, tracked: _Tracked, num_computed_tokens: int) -> bool:
+        """Tell whether the other requests of a batched plan have to come first."""
+        group = self._groups.get(tracked.group)
+        if group is None:
+            return False
+        if len(group.members) < group.num_members and time.monotonic() < group.deadline:
+            return True
+        # Scheduled in this step or an earlier one, the stage before has its blocks in the prefix cache.
+        before = tracked.member - 1
+        return (
+            before >= 0
+            and num_computed_tokens < tracked.plan.stages[before]
+            and (group.members.get(before) in self._tracked)
+        )
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Turn the planned range into slots of the blocks that it got."""
@@ -212,7 +255,6 @@ class RopewalkConnector(KVConnectorBase_V1):
         tracked.num_failed = 0
         if num_external_tokens == 0:
             return
-        tracked.unverified = True
         start, stop = tracked.num_local, tracked.num_local + num_external_tokens
         tokens = as_tokens(request.prompt_token_ids)
         parts = []
@@ -233,9 +275,7 @@ class RopewalkConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> RopewalkMetadata:
         """Hand the worker this step's loads and saves."""
         # Without asynchronous scheduling, the results of all earlier steps have been seen by now.
-        handed_out = {load.request_id for load in self._loads}
-        for request_id, tracked in self._tracked.items():
-            tracked.unverified = request_id in handed_out
+        self._loads_unseen = bool(self._loads)
         state = scheduler_output.kv_connector_block_state
         for request_id, block_ids in (state.block_ids if state is not None else {}).items():
             if request_id in self._tracked:
@@ -247,6 +287,8 @@ class RopewalkConnector(KVConnectorBase_V1):
             if request_id not in self._tracked or not self._tracked[request_id].is_stage:
                 continue
             tracked = self._tracked[request_id]
+            if tracked.plan.batched and tracked.plan.stages:
+                continue  # the request that follows stores what its stages computed
             # A stage's rows are saved in the step that completes it: its answer must not overtake them.
             num_prompt = tracked.request.num_prompt_tokens
             if num_computed < num_prompt <= num_computed + scheduler_output.num_scheduled_tokens[request_id]:
@@ -261,6 +303,7 @@ class RopewalkConnector(KVConnectorBase_V1):
         vLLM put the blocks' hashes into its prefix cache when it scheduled the load, and leaves them there for the
         request to recompute. A request that ends or is preempted before that would leave garbage behind.
         """
+        self._loads_unseen = False
         if connector_output.invalid_block_ids and self._block_pool is not None:
             self._block_pool.evict_blocks(connector_output.invalid_block_ids)
         metadata = connector_output.kv_connector_worker_meta
@@ -277,11 +320,14 @@ class RopewalkConnector(KVConnectorBase_V1):
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return False, None
+        group = self._groups.get(tracked.group)
+        if group is not None and tracked.member == group.num_members - 1:
+            del self._groups[tracked.group]
         # The last sampled token has not been fed back, so it has no KV yet.
         num_tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1)
         num_tokens = min(num_tokens, len(block_ids) * self._block_size)
-        if tracked.unverified and request.status == RequestStatus.FINISHED_ABORTED:
-            num_tokens = min(num_tokens, tracked.num_local)  # the load may have failed, and nobody will recompute it
+        if self._loads_unseen and request.status == RequestStatus.FINISHED_ABORTED:
+            num_tokens = 0  # a load of this step, its own or one whose blocks it shares, may have failed
         saving = None
         if not tracked.is_stage:
             saving = self._queue_save(tracked, num_tokens, block_ids, finished=True)
@@ -345,24 +391,29 @@ class RopewalkConnector(KVConnectorBase_V1):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, RopewalkMetadata)
         for load in metadata.loads:
-            position = load.start
+            position, failure = load.start, None
+            found: list[StoredRows] = []
             for part in load.parts:
                 try:
-                    self._load(load.place, part)
+                    found.append(self._read(load.place, part))
                 except Exception as error:  # an engine that dies of one chunk loses everybody's requests
-                    self._failures[load.request_id] = (_reason(error), position)
-                    # Blocks behind the failed ones are computed in this step, from garbage.
-                    self._failed_blocks.update(load.block_ids[position // self._block_size :])
-                    logger.warning(
-                        "Recomputing KV of request %s: %s",
-                        load.request_id,
-                        error,
-                        exc_info=_reason(error) == "load_failed",
-                    )
+                    failure = error
                     break
                 position += len(part.tokens)
+            try:
+                if found:
+                    assert self._layout is not None
+                    self._layout.scatter(found)
+            except Exception as error:
+                position, failure = load.start, error
+            if failure is not None:
+                self._failures[load.request_id] = (_reason(failure), position)
+                # Blocks behind the failed ones are computed in this step, from garbage.
+                self._failed_blocks.update(load.block_ids[position // self._block_size :])
+                unforeseen = failure if _reason(failure) == "load_failed" else None
+                logger.warning("Recomputing KV of request %s: %s", load.request_id, failure, exc_info=unforeseen)
 
-    def _load(self, place: Place, part: LoadPart) -> None:
+    def _read(self, place: Place, part: LoadPart) -> StoredRows:
         if self._layout is None:
             raise UnsupportedLayout("the KV cache layout is not known")
         header, rows = self._store(place).read(part.chunk)
@@ -370,7 +421,7 @@ class RopewalkConnector(KVConnectorBase_V1):
         # A key is only a candidate: the token ids decide.
         if not np.array_equal(header.tokens[part.offset : end], part.tokens):
             raise _TokensDiffer(f"chunk {part.chunk} holds other tokens")
-        self._layout.scatter(torch.from_numpy(part.slots), rows[:, part.offset : end], part.turn)
+        return StoredRows(torch.from_numpy(part.slots), rows[:, part.offset : end], part.turn)
 
     def wait_for_save(self) -> None:
         """Save finished stages: their answers leave the engine after this step.

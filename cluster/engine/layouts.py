@@ -8,15 +8,35 @@ side, for the others `C` is K and V. Rows leave and enter here in that one canon
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from ropewalk.kernels.rope import RotaryFacts, turn
+from ropewalk.kernels.rope import RotaryFacts
+from ropewalk.kernels.splice import Turns, dense_rows, move, paged_rows
+from ropewalk.kernels.splice_cpu import move_packed
 
 
 class UnsupportedLayout(ValueError):
     """The KV cache has a form that is not known here."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredRows:
+    """Rows `[L, n, H, C]` on the CPU that go to `slots` (`[n]` int64), their keys turned by `delta` positions."""
+
+    slots: torch.Tensor
+    rows: torch.Tensor
+    delta: int
+
+
+def turns_of(parts: Sequence[StoredRows], rotary: RotaryFacts | None, start: int) -> Turns | None:
+    """Return how the parts' keys turn, in the band that begins at `start`; None when all stay where they were."""
+    if not any(part.delta for part in parts):
+        return None
+    assert rotary is not None, "keys of this model cannot be turned"
+    return Turns(torch.cat([torch.full((len(part.slots),), part.delta) for part in parts]), rotary, start)
 
 
 class KvLayout(Protocol):
@@ -25,8 +45,8 @@ class KvLayout(Protocol):
     def gather(self, slots: torch.Tensor) -> torch.Tensor:
         """Return the rows at `slots` (`[n]` int64, `block * B + offset`) as a CPU tensor, `[L, n, H, C]`."""
 
-    def scatter(self, slots: torch.Tensor, rows: torch.Tensor, delta: int) -> None:
-        """Write rows `[L, n, H, C]` to `slots`, keys turned by `delta` positions. Mutates the engine's cache."""
+    def scatter(self, parts: Sequence[StoredRows]) -> None:
+        """Write rows to their slots, keys turned. Mutates the engine's cache."""
 
 
 class StandardLayout:
@@ -34,77 +54,66 @@ class StandardLayout:
 
     def __init__(self, caches: Sequence[torch.Tensor], block_size: int, rotary: RotaryFacts | None, is_mla: bool):
         self._caches = [cache if cache.dim() == 4 else cache.unsqueeze(1) for cache in caches]
-        self._block_size = block_size
         self._rotary = rotary
-        self._is_mla = is_mla
-        if len({tuple(cache.shape[1:]) for cache in self._caches}) != 1:
-            raise UnsupportedLayout("layers' KV caches differ in shape")
+        self._band_start = self._caches[0].shape[3] - rotary.rotary_size if is_mla and rotary is not None else 0
         if self._caches[0].shape[2] != block_size:
             raise UnsupportedLayout(
                 f"KV cache shape {tuple(caches[0].shape)} does not have {block_size} slots as its third dimension"
             )
+        try:
+            paged_rows(self._caches, torch.zeros(1, dtype=torch.int64))
+        except ValueError as error:
+            raise UnsupportedLayout(str(error)) from None
 
     def gather(self, slots: torch.Tensor) -> torch.Tensor:
-        slots = slots.to(self._caches[0].device)
-        blocks, offsets = slots // self._block_size, slots % self._block_size
-        return torch.stack([cache[blocks, :, offsets] for cache in self._caches]).cpu()
+        first = self._caches[0]
+        shape = (len(self._caches), len(slots), first.shape[1], first.shape[3])
+        rows = torch.empty(shape, dtype=first.dtype, device=first.device)
+        move([paged_rows(self._caches, slots)], dense_rows(rows))
+        return rows.cpu()
 
-    def scatter(self, slots: torch.Tensor, rows: torch.Tensor, delta: int) -> None:
+    def scatter(self, parts: Sequence[StoredRows]) -> None:
         device = self._caches[0].device
-        slots = slots.to(device)
-        blocks, offsets = slots // self._block_size, slots % self._block_size
-        rows = turn_rows(rows.to(device), delta, self._rotary, self._is_mla)
-        for cache, layer_rows in zip(self._caches, rows, strict=True):
-            cache[blocks, :, offsets] = layer_rows
+        turns = turns_of(parts, self._rotary, self._band_start)
+        sources = [dense_rows(part.rows.to(device)) for part in parts]
+        move(sources, paged_rows(self._caches, torch.cat([part.slots for part in parts])), turns)
 
 
 class CpuAttentionLayout:
     """vLLM's CPU attention packs keys and values inside a block for its instruction set (AMX tiles, AVX-512 columns).
 
-    Writing goes through vLLM's own kernel. Reading needs the inverse: the packing is found out by writing known
-    numbers through that kernel, and must turn out to be a permutation.
+    The packing is found out by writing known numbers through vLLM's own kernel, and must turn out to be a permutation.
     """
 
     def __init__(self, caches: Sequence[torch.Tensor], isa: str, rotary: RotaryFacts | None) -> None:
-        num_blocks, self._heads, self._block_size, width = caches[0].shape
-        if len({tuple(cache.shape) for cache in caches}) != 1:
+        _, self._heads, self._block_size, width = caches[0].shape
+        if len({(cache.shape, cache.stride()) for cache in caches}) != 1:
             raise UnsupportedLayout("layers' KV caches differ in shape")
+        if caches[0].stride()[2:] != (width, 1):
+            raise UnsupportedLayout(f"KV cache blocks are not contiguous (strides {caches[0].stride()})")
+        self._caches = list(caches)
         self._head_dim = width // 2
         self._isa = isa
         self._rotary = rotary
-        self._dtype = caches[0].dtype
-        self._keys_values = [
-            cache.view(num_blocks, self._heads, 2 * self._block_size, self._head_dim).chunk(2, dim=2)
-            for cache in caches
-        ]
         self._places = self._find_places()
 
     def gather(self, slots: torch.Tensor) -> torch.Tensor:
-        size, dim = self._block_size, self._head_dim
-        blocks, block_index = torch.unique_consecutive(slots // size, return_inverse=True)
-        offsets = slots % size
-        rows = torch.empty(len(self._keys_values), len(slots), self._heads, 2 * dim, dtype=self._dtype)
-        for layer, caches in enumerate(self._keys_values):
-            for side, (cache, places) in enumerate(zip(caches, self._places, strict=True)):
-                packed = cache[blocks].reshape(len(blocks), self._heads, size * dim)
-                plain = packed[:, :, places].view(len(blocks), self._heads, size, dim)
-                rows[layer, :, :, side * dim : (side + 1) * dim] = plain[block_index, :, offsets]
+        shape = (len(self._caches), len(slots), self._heads, 2 * self._head_dim)
+        rows = torch.empty(shape, dtype=self._caches[0].dtype)
+        move_packed(self._caches, slots, self._places, [dense_rows(rows)], None, to_packed=False)
         return rows
 
-    def scatter(self, slots: torch.Tensor, rows: torch.Tensor, delta: int) -> None:
-        rows = turn_rows(rows, delta, self._rotary, is_mla=False)
-        for caches, layer_rows in zip(self._keys_values, rows, strict=True):
-            self._write(caches, slots, layer_rows)
+    def scatter(self, parts: Sequence[StoredRows]) -> None:
+        slots = torch.cat([part.slots for part in parts])
+        turns = turns_of(parts, self._rotary, 0)
+        rows = [dense_rows(part.rows) for part in parts]
+        move_packed(self._caches, slots, self._places, rows, turns, to_packed=True)
 
-    def _write(self, caches: Sequence[torch.Tensor], slots: torch.Tensor, rows: torch.Tensor) -> None:
+    def _find_places(self) -> torch.Tensor:
+        """Return where in a packed block `[B * C]` each number of each slot lies, `[B, C]` int32."""
         from vllm import _custom_ops as ops
 
-        keys, values = rows[..., : self._head_dim].contiguous(), rows[..., self._head_dim :].contiguous()
-        ops.cpu_attn_reshape_and_cache(keys, values, caches[0], caches[1], slots, self._isa)
-
-    def _find_places(self) -> list[torch.Tensor]:
-        """Return, for keys and for values, where in a packed block `[B * D]` each `(slot, dimension)` lies."""
-        size, dim = self._block_size, self._head_dim
+        size, dim, dtype = self._block_size, self._head_dim, self._caches[0].dtype
         if size > 256 or dim > 256:
             raise UnsupportedLayout(
                 f"blocks of {size} slots by {dim} numbers: integers above 256 are not exact in bf16"
@@ -112,29 +121,16 @@ class CpuAttentionLayout:
         numbers = torch.stack(torch.meshgrid(torch.arange(size), torch.arange(dim), indexing="ij"))
         packed = []
         for part in numbers:
-            scratch = torch.zeros(1, 1, 2 * size, dim, dtype=self._dtype)
-            rows = part.to(self._dtype).view(size, 1, dim).repeat(1, 1, 2)
-            self._write(scratch.chunk(2, dim=2), torch.arange(size), rows)
+            scratch = torch.zeros(1, 1, 2 * size, dim, dtype=dtype)
+            rows = part.to(dtype).view(size, 1, dim).contiguous()
+            ops.cpu_attn_reshape_and_cache(rows, rows, *scratch.chunk(2, dim=2), torch.arange(size), self._isa)
             packed.append(scratch.view(2, size * dim).long())
         found = packed[0] * dim + packed[1]
         for permutation in found:
             if not torch.equal(permutation.sort().values, torch.arange(size * dim)):
                 raise UnsupportedLayout(f"vLLM's CPU attention ({self._isa}) does not pack blocks by a permutation")
-        return [permutation.argsort() for permutation in found]
-
-
-def turn_rows(rows: torch.Tensor, delta: int, rotary: RotaryFacts | None, is_mla: bool) -> torch.Tensor:
-    """Return rows `[L, n, H, C]` with their keys turned by `delta` positions; values and latents are as they were."""
-    if delta == 0:
-        return rows
-    assert rotary is not None, "keys of this model cannot be turned"
-    out = rows.clone()
-    if is_mla:
-        out[..., -rotary.rotary_size :] = turn(rows[..., -rotary.rotary_size :], delta, rotary)
-    else:
-        half = rows.shape[-1] // 2
-        out[..., :half] = turn(rows[..., :half], delta, rotary)
-    return out
+        keys, values = (permutation.argsort().view(size, dim) for permutation in found)
+        return torch.cat([keys, values + size * dim], dim=1).int()
 
 
 def find_layout(

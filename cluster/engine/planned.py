@@ -14,7 +14,7 @@ import shutil
 import time
 import uuid
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from ropewalk.cluster.engine.settings import EngineSettings
 from ropewalk.cluster.store.chunk import ChunkCorrupt
 from ropewalk.cluster.store.node_store import NodeStore
 from ropewalk.kernels.keys import Tokens, as_tokens
+from ropewalk.scheduler.costs import LEAST_RUN, StageCost
 from ropewalk.scheduler.planner import Plan, make_plan
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,9 @@ SAVE_DEADLINE = 1.0
 SAVE_POLL = 0.002
 """Seconds between two looks for it."""
 
+CALIBRATION = (32, 416)
+"""Tokens of the prefills timed at start: a short one for what each costs, a long one for what a token costs."""
+
 
 class _Saving(NamedTuple):
     """A chunk that the engine is about to store."""
@@ -62,7 +66,11 @@ class PlannedEngine:
     def __init__(self, client: EngineClient, vllm_config: Any, settings: EngineSettings) -> None:
         self._client = client
         self._settings = settings
-        self._planner = settings.planner()
+        # Stages take over from each other through vLLM's prefix cache where it has one, else through the store.
+        has_prefix_cache = bool(vllm_config.cache_config.enable_prefix_caching)
+        self._planner = replace(
+            settings.planner(), block_size=vllm_config.cache_config.block_size if has_prefix_cache else None
+        )
         self._facts: EngineFacts = engine_facts(vllm_config)
         self._block_size: int = vllm_config.cache_config.block_size
         self._vocabulary: int = vllm_config.model_config.get_vocab_size()
@@ -73,6 +81,9 @@ class PlannedEngine:
         self._counters: Counter[str] = Counter()
         self._saving: deque[_Saving] = deque()
         self._saves_land = True
+        self._cost = self._new_cost()
+        self._num_running = 0
+        self._num_started = 0
         self._preparing = asyncio.Lock()
         self._prepared = False
         self._turn_error: float | None = None
@@ -95,8 +106,11 @@ class PlannedEngine:
             "refused": self._facts.refused,
             "reuse_refused": self._reuse_refused,
             "turn_error": self._turn_error,
-            "default_mode": self._settings.default_mode,
             "block_size": self._block_size,
+            "min_run": self._min_run(),
+            "prefill_ms": round(1e3 * self._cost.overhead_s, 2),
+            "prefill_us_per_token": round(1e6 * self._cost.per_token_s, 2),
+            "stage_ms": round(1e3 * self._cost.per_stage_s, 2),
             "counters": dict(self._counters),
             "store": {
                 "root": str(self._settings.store_root),
@@ -112,6 +126,8 @@ class PlannedEngine:
             if self._prepared:
                 return
             refused = self._facts.refused or self._facts.reuse_refused or await self._probe()
+            if refused is None and self._settings.min_run is None:
+                await self._calibrate()
             if refused is not None:
                 logger.warning("Position-independent reuse is off: %s", refused)
             self._reuse_refused = refused
@@ -144,30 +160,68 @@ class PlannedEngine:
 
         await self.wait_for_saves()
         plan = self._plan(tokens, settings, report)
-        num_computed_by_stages = 0
-        for number, length in enumerate(plan.stages):
-            num_computed, fallbacks = await self._run_stage(
-                prompt, length, plan, settings, f"{request_id}-stage-{number}", kwargs
-            )
-            num_computed_by_stages += num_computed
-            report.fallbacks.extend(fallbacks)
-        params = self._with_plan(sampling_params, plan, settings, is_stage=False)
-        # Closed at once when the client goes away: vLLM then aborts the request.
-        async with contextlib.aclosing(self._client.generate(prompt, params, request_id, **kwargs)) as outputs:
-            async for output in outputs:
-                returned = (output.kv_transfer_params or {}).get(PARAMS_KEY) or {}
-                # Neither what a stage computed for this request nor what could not be loaded is a cache hit.
-                not_cached = num_computed_by_stages + returned.get("num_failed", 0)
-                output.num_cached_tokens = max((output.num_cached_tokens or 0) - not_cached, 0)
-                if output.finished:
-                    report.fallbacks.extend(returned.get("fallbacks", ()))
-                    if returned.get("saving"):
-                        store = self._store(settings.tenant)
-                        self._saving.append(_Saving(store, returned["saving"], time.monotonic() + SAVE_DEADLINE))
-                    report.num_computed_by_stages = num_computed_by_stages
-                    self._finish(report, settings, output, plan)
-                output.kv_transfer_params = None  # internal: not for clients
-                yield output
+        self._num_started += 1
+        self._num_running += 1
+        try:
+            async with contextlib.aclosing(
+                self._generate_by_plan(plan, report, settings, prompt, sampling_params, request_id, kwargs)
+            ) as planned:
+                async for output in planned:
+                    yield output
+        finally:
+            self._num_running -= 1
+
+    async def _generate_by_plan(
+        self,
+        plan: Plan,
+        report: RequestReport,
+        settings: RequestSettings,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        kwargs: dict[str, Any],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        start, num_started = time.perf_counter(), self._num_started
+        stages = [
+            self._run_stage(prompt, length, plan, settings, f"{request_id}-stage-{number}", kwargs, number)
+            for number, length in enumerate(plan.stages)
+        ]
+        # Batched stages are sent at once, ahead of the request: the engine takes them all in one step.
+        tasks = [asyncio.create_task(stage) for stage in stages] if plan.batched else []
+        results = [] if plan.batched else [await stage for stage in stages]
+        if tasks:
+            await asyncio.sleep(0)
+        params = self._with_plan(sampling_params, plan, settings, len(stages), request_id)
+        num_computed_by_stages: int | None = None
+        try:
+            # Closed at once when the client goes away: vLLM then aborts the request.
+            async with contextlib.aclosing(self._client.generate(prompt, params, request_id, **kwargs)) as outputs:
+                async for output in outputs:
+                    returned = (output.kv_transfer_params or {}).get(PARAMS_KEY) or {}
+                    if num_computed_by_stages is None:
+                        results.extend(await asyncio.gather(*tasks))
+                        num_computed_by_stages = sum(num_computed for num_computed, _ in results)
+                        report.fallbacks.extend(reason for _, fallbacks in results for reason in fallbacks)
+                        is_first_token = sampling_params.output_kind != RequestOutputKind.FINAL_ONLY
+                        # Others in the same steps would count as this request's cost.
+                        if is_first_token and self._num_running == 1 and num_started == self._num_started:
+                            num_cached = (output.num_cached_tokens or 0) - num_computed_by_stages
+                            self._cost.observe(plan.num_tokens - num_cached, len(stages), time.perf_counter() - start)
+                    # Neither what a stage computed for this request nor what could not be loaded is a cache hit.
+                    not_cached = num_computed_by_stages + returned.get("num_failed", 0)
+                    output.num_cached_tokens = max((output.num_cached_tokens or 0) - not_cached, 0)
+                    if output.finished:
+                        report.fallbacks.extend(returned.get("fallbacks", ()))
+                        if returned.get("saving"):
+                            store = self._store(settings.tenant)
+                            self._saving.append(_Saving(store, returned["saving"], time.monotonic() + SAVE_DEADLINE))
+                        report.num_computed_by_stages = num_computed_by_stages
+                        self._finish(report, settings, output, plan)
+                    output.kv_transfer_params = None  # internal: not for clients
+                    yield output
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def wait_for_saves(self) -> None:
         """Wait until the engine has stored what this replica answered before.
@@ -191,14 +245,15 @@ class PlannedEngine:
             report.fallbacks.append("reuse_refused")
             reuse = False
         store = self._store(settings.tenant)
+        planner = replace(self._planner, min_run=self._min_run())
         try:
-            plan = make_plan(tokens, settings.tenant, store, self._planner, reuse=reuse)
+            plan = make_plan(tokens, settings.tenant, store, planner, reuse=reuse)
             first = plan.first_inexact
             inexact = [n for n in (*plan.stages, plan.num_tokens) if first is not None and first < n]
             if inexact and min(inexact) < self._block_size:
                 # No full block could carry the reuse domain's hash.
                 report.fallbacks.append("shorter_than_a_block")
-                plan = make_plan(tokens, settings.tenant, store, self._planner, reuse=False)
+                plan = make_plan(tokens, settings.tenant, store, planner, reuse=False)
             if not settings.rotate:
                 plan = replace(plan, segments=tuple(replace(segment, turn=0) for segment in plan.segments))
         except OSError as error:
@@ -215,12 +270,14 @@ class PlannedEngine:
         settings: RequestSettings,
         request_id: str,
         kwargs: dict[str, Any],
+        number: int = 0,
     ) -> tuple[int, list[str]]:
         """Compute the gap that ends at `length`; return how many tokens were really prefilled, and fallbacks."""
         params = SamplingParams(
             max_tokens=1, temperature=0.0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
-        params = self._with_plan(params, plan, settings, is_stage=True)
+        group = request_id.removesuffix(f"-stage-{number}")
+        params = self._with_plan(params, plan, settings, number, group, is_stage=True)
         stage_prompt = tokens_input(prompt["prompt_token_ids"][:length], cache_salt=prompt.get("cache_salt"))
         passed = {name: kwargs[name] for name in ("priority", "data_parallel_rank") if name in kwargs}
         computed, fallbacks = length, []
@@ -230,14 +287,30 @@ class PlannedEngine:
             fallbacks = returned.get("fallbacks", [])
         return computed, fallbacks
 
+    def _new_cost(self) -> StageCost:
+        # A batched stage costs little more than being scheduled.
+        return StageCost(LEAST_RUN if self._planner.block_size is not None else None)
+
+    def _min_run(self) -> int:
+        return self._settings.min_run or self._cost.min_run
+
     def _with_plan(
-        self, sampling_params: SamplingParams, plan: Plan, settings: RequestSettings, *, is_stage: bool
+        self,
+        sampling_params: SamplingParams,
+        plan: Plan,
+        settings: RequestSettings,
+        member: int,
+        group: str,
+        *,
+        is_stage: bool = False,
     ) -> SamplingParams:
         params = {
             "plan": plan.to_params(),
             "fingerprint": self._facts.fingerprint,
             "tenant": settings.tenant,
             "is_stage": is_stage,
+            "group": group,
+            "member": member,
         }
         return _set_params(sampling_params, {PARAMS_KEY: params})
 
@@ -259,14 +332,16 @@ class PlannedEngine:
         self._counters["stages"] += len(plan.stages)
         for reason in report.fallbacks:
             self._counters[f"fallback_{reason}"] += 1
-        self._reports.setdefault(settings.key, []).append(report)
-        if len(self._reports) > MAX_REPORTS:
-            self._reports.popitem(last=False)
+        if settings.key:
+            self._reports.setdefault(settings.key, []).append(report)
+            if len(self._reports) > MAX_REPORTS:
+                self._reports.popitem(last=False)
 
     def _take_settings(self, sampling_params: SamplingParams) -> RequestSettings:
         params = ((sampling_params.extra_args or {}).get("kv_transfer_params") or {}).get(PARAMS_KEY)
         if not params:
-            return RequestSettings(mode=self._settings.default_mode)
+            # vLLM asks by itself, as for beam search: nobody said that approximate KV will do.
+            return RequestSettings(key="", mode="exact")
         settings = RequestSettings.from_params(params)
         # Wrongly turned KV must not meet anybody's: it lives with a tenant of its own.
         return settings if settings.rotate else replace(settings, tenant=f"{settings.tenant}/unturned")
@@ -304,24 +379,17 @@ class PlannedEngine:
     async def _probe(self) -> str | None:
         """Prefill one repeated token, compare turned with computed keys; return why reuse must be refused, or None."""
         assert self._facts.rotary is not None
-        # A tenant of its own: the probe must find nothing, and leave nothing.
-        settings = RequestSettings(tenant=f"probe-{uuid.uuid4().hex}")
         length = min(PROBE_LENGTH, self._max_model_len - 2)
-        prompt = tokens_input([self._vocabulary // 2] * length, cache_salt=settings.tenant)
-        plan = Plan(length, 0, (), (), ())
-        store = NodeStore(self._settings.store_root, f"{self._facts.fingerprint}-r0", settings.tenant, self._budget)
+        tokens = [self._vocabulary // 2] * length
         start = time.perf_counter()
         try:
-            await self._run_stage(prompt, length, plan, settings, settings.tenant, {})
-            whole = make_plan(
-                as_tokens([*prompt["prompt_token_ids"], 0]), settings.tenant, store, self._planner, reuse=False
-            )
-            parts = [store.read(segment.chunk)[1][:1] for segment in whole.segments if segment.start < length]
+            with self._scratch_store() as store:
+                settings, prompt = RequestSettings(tenant=store.tenant), tokens_input(tokens, cache_salt=store.tenant)
+                await self._run_stage(prompt, length, Plan(length, 0, (), (), ()), settings, store.tenant, {})
+                whole = make_plan(as_tokens([*tokens, 0]), store.tenant, store, self._planner, reuse=False)
+                parts = [store.read(segment.chunk)[1][:1] for segment in whole.segments if segment.start < length]
         except (FileNotFoundError, ChunkCorrupt) as error:
             return f"the turn probe's KV could not be read back ({error})"
-        finally:
-            with contextlib.suppress(OSError):
-                shutil.rmtree(store.base)
         rows = torch.cat(parts, dim=1) if parts else torch.empty(1, 0, 1, 1)
         if rows.shape[1] < length:
             return "the engine saved no KV of the turn probe (its log says why)"
@@ -334,6 +402,38 @@ class PlannedEngine:
                 f"(relative L2; at most {tolerance:g} in {rows.dtype})"
             )
         return None
+
+    async def _calibrate(self) -> None:
+        """Time prefills of two lengths, so that the first plans know what a stage costs on this machine."""
+        with self._scratch_store() as store:
+            for is_warm in (False, True):
+                self._cost = self._new_cost()  # what came before was warming up
+                for number, length in enumerate(CALIBRATION):
+                    length = min(length, self._max_model_len - 2)
+                    first = 2 * number + is_warm  # no prompt finds another one's KV
+                    tokens = [token % self._vocabulary for token in (first, *range(length - 1))]
+                    prompt = tokens_input(tokens, cache_salt=store.tenant)
+                    plan, settings = Plan(length, 0, (), (), ()), RequestSettings(tenant=store.tenant)
+                    start = time.perf_counter()
+                    await self._run_stage(prompt, length, plan, settings, f"{store.tenant}-{first}", {})
+                    self._cost.observe(length, 0, time.perf_counter() - start)
+        logger.info(
+            "A prefill costs %.1f ms and %.0f us a token: reused runs have %d tokens or more",
+            1e3 * self._cost.overhead_s,
+            1e6 * self._cost.per_token_s,
+            self._cost.min_run,
+        )
+
+    @contextlib.contextmanager
+    def _scratch_store(self) -> Iterator[NodeStore]:
+        """The store of a tenant of its own, in which nothing is found and of which nothing is left."""
+        tenant = f"probe-{uuid.uuid4().hex}"
+        store = NodeStore(self._settings.store_root, f"{self._facts.fingerprint}-r0", tenant, self._budget)
+        try:
+            yield store
+        finally:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(store.base)
 
 
 EngineClient.register(PlannedEngine)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from ropewalk.cluster.engine.layouts import turn_rows
 from ropewalk.kernels.rope import RotaryFacts
+from ropewalk.kernels.splice import turned
 
 PROBE_LENGTH = 160
 """Tokens: long enough to hold the largest turn below, short enough to cost milliseconds."""
@@ -24,10 +24,11 @@ TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 3e-3, torch.float32: 1e-3}
 def turn_error(rows: torch.Tensor, rotary: RotaryFacts, is_mla: bool) -> float:
     """Return the largest relative L2 error over `PROBE_TURNS`. `rows`: `[1, n, H, C]`, layer 0 of the probe prompt."""
     width = rows.shape[-1]
-    keys = slice(width - rotary.rotary_size, width) if is_mla else slice(0, width // 2)
+    start = width - rotary.rotary_size if is_mla else 0
+    keys = slice(start, width if is_mla else width // 2)
     worst = 0.0
     for delta in PROBE_TURNS:
-        turned = turn_rows(rows[:, :-delta], delta, rotary, is_mla)[..., keys].float()
+        found = turned(rows[:, :-delta], delta, rotary, start)[..., keys].float()
         truth = rows[:, delta:][..., keys].float()
-        worst = max(worst, float((turned - truth).norm() / truth.norm()))
+        worst = max(worst, float((found - truth).norm() / truth.norm()))
     return worst

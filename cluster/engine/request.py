@@ -17,7 +17,8 @@ Mode = Literal["exact", "reuse"]
 class RequestSettings:
     """How one request wants its KV to be found.
 
-    `key` names the request between the HTTP layer and the engine and is never shown to a client. `mode` is `exact`
+    `key` names the request between the HTTP layer and the engine and is never shown to a client (empty: nobody asks
+    for its report). `mode` is `exact`
     (only KV that equals what a prefill would compute) or `reuse` (position-independent chunks are welcome too). KV is
     never shared between tenants. `rotate=False` takes reused keys as they were computed, at the wrong positions: the
     baseline of quality studies, which the HTTP layer never sets.

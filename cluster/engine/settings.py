@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -40,10 +40,9 @@ class EngineSettings(BaseModel):
 
     store_root: Path = Field(default_factory=default_store_root)
     store_budget_bytes: int = Field(0, ge=0, description="0: half of what is free where the root lies")
-    default_mode: Literal["exact", "reuse"] = "exact"
     save: bool = True
     carve_out: int = Field(32, ge=0)
-    min_run: int = Field(64, ge=1)
+    min_run: int | None = Field(None, ge=1, description="None: learned from what stages cost")
     chunk_mean: int = 128
     chunk_min: int = 32
     chunk_max: int = 512
@@ -56,7 +55,7 @@ class EngineSettings(BaseModel):
     def planner(self) -> PlannerSettings:
         """Return the planner's share. Raises `ValueError` naming what does not fit."""
         chunks = ChunkSizes(self.chunk_mean, self.chunk_min, self.chunk_max)
-        return PlannerSettings(chunks, self.carve_out, self.min_run)
+        return PlannerSettings(chunks, self.carve_out, self.min_run or PlannerSettings.min_run)
 
     def budget(self) -> int:
         """Return the store's budget in bytes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def deployment_name(model: ModelConfig) -> str:
 
 
 def build_application(
-    config: ClusterConfig, sources: Mapping[str, str], store_root: Path, *, loopback: bool
+    config: ClusterConfig, sources: Mapping[str, str], store_root: Path, *, cpus_of_nodes: Sequence[int], loopback: bool
 ) -> Application:
     """Describe everything that Ray Serve is to run. Ray must be connected.
 
@@ -44,10 +44,14 @@ def build_application(
         config: checked settings.
         sources: what vLLM loads, by model name (`ropewalk.cluster.config.resolve_sources`).
         store_root: directory of the chunk store, the same on every node.
+        cpus_of_nodes: CPUs of each machine that replicas may run on.
         loopback: keep vLLM's own sockets on 127.0.0.1 (a cluster of one machine).
     """
     llm_configs = {
-        model.name: _llm_config(config, model, sources[model.name], store_root, loopback) for model in config.models
+        model.name: _llm_config(
+            config, model, sources[model.name], store_root, cpus_per_replica(config, model, cpus_of_nodes), loopback
+        )
+        for model in config.models
     }
     deployments = {
         model.name: _model_deployment(config, model, llm_configs[model.name], store_root) for model in config.models
@@ -91,7 +95,6 @@ def engine_settings(config: ClusterConfig, model: ModelConfig, store_root: Path)
         {
             "store_root": store_root,
             "store_budget_bytes": config.store.budget or 0,
-            "default_mode": model.reuse,
             "carve_out": model.chunking.carve_out,
             "min_run": model.chunking.min_run,
             "chunk_mean": model.chunking.mean,
@@ -110,6 +113,8 @@ def engine_kwargs(model: ModelConfig, settings: EngineSettings | None) -> dict[s
         arguments["kv_cache_memory_bytes"] = int(model.kv_cache_gib * 2**30)
     if model.gpus_per_replica == 0:
         arguments["enforce_eager"] = True  # compiling takes a minute a replica and gains little on small CPU models
+        # vLLM's 128 would cost plain prefix hits half of that each, and reuse as much for every gap.
+        arguments["block_size"] = 32
     arguments.update(model.engine_args)
     if settings is not None:
         arguments["kv_transfer_config"] = kv_transfer_config(settings)
@@ -117,7 +122,9 @@ def engine_kwargs(model: ModelConfig, settings: EngineSettings | None) -> dict[s
     return arguments
 
 
-def _llm_config(config: ClusterConfig, model: ModelConfig, source: str, store_root: Path, loopback: bool) -> LLMConfig:
+def _llm_config(
+    config: ClusterConfig, model: ModelConfig, source: str, store_root: Path, num_cpus: int, loopback: bool
+) -> LLMConfig:
     settings = None if model.plain else engine_settings(config, model, store_root)
     deployment: dict[str, Any] = {
         "num_replicas": model.replicas,
@@ -131,23 +138,23 @@ def _llm_config(config: ClusterConfig, model: ModelConfig, source: str, store_ro
         deployment["request_router_config"] = RequestRouterConfig(
             request_router_class=AgentRouter, request_router_kwargs={"scheduler": config.scheduler.enabled}
         )
-    bundle = worker_bundle(config, model)
+    bundle = worker_bundle(model, num_cpus)
     return LLMConfig(
         model_loading_config={"model_id": model.name, "model_source": source},
         engine_kwargs=engine_kwargs(model, settings),
         deployment_config=deployment,
         placement_group_config={"bundle_per_worker": bundle},
-        runtime_env={"env_vars": _environment(config, model, source, loopback)},
+        runtime_env={"env_vars": _environment(model, source, num_cpus, loopback)},
         experimental_configs={"stream_batching_interval_ms": 0},
         callback_config={"callback_class": LocalModelCallback} if Path(source).is_dir() else {},
     )
 
 
-def worker_bundle(config: ClusterConfig, model: ModelConfig) -> dict[str, float]:
+def worker_bundle(model: ModelConfig, num_cpus: int) -> dict[str, float]:
     """What one worker of a replica reserves; tensor and pipeline parallel replicas have several workers."""
     parallel = ("tensor_parallel_size", "pipeline_parallel_size")
     num_workers = math.prod(int(model.engine_args.get(name, 1)) for name in parallel)
-    bundle = {"CPU": float(max(1, cpus_per_replica(config, model) // num_workers))}
+    bundle = {"CPU": float(max(1, num_cpus // num_workers))}
     if model.gpus_per_replica:
         bundle["GPU"] = model.gpus_per_replica / num_workers
     return bundle
@@ -169,14 +176,14 @@ def _model_deployment(config: ClusterConfig, model: ModelConfig, llm_config: LLM
     )
 
 
-def _environment(config: ClusterConfig, model: ModelConfig, source: str, loopback: bool) -> dict[str, str]:
+def _environment(model: ModelConfig, source: str, num_cpus: int, loopback: bool) -> dict[str, str]:
     environment = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_NO_USAGE_STATS": "1"}
     if loopback:
         environment["VLLM_HOST_IP"] = "127.0.0.1"
     if model.gpus_per_replica == 0:
         # vLLM would bind every replica to the same cores, and to fewer of them when a connector is configured.
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        environment["OMP_NUM_THREADS"] = str(cpus_per_replica(config, model))
+        environment["OMP_NUM_THREADS"] = str(num_cpus)
     if Path(source).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"
     return environment

@@ -19,7 +19,7 @@ def explanation(settings: RequestSettings, reports: Sequence[RequestReport]) -> 
     """
     tokens = {"computed": 0, "exact": 0, "reused": 0, "spliced": 0}
     plans: list[Any] = []
-    fallbacks: list[str] = []
+    fallbacks: list[str] = [] if reports else ["not_planned"]
     for report in reports:
         values = report.to_dict()
         for name, count in values["tokens"].items():
@@ -36,14 +36,17 @@ def explanation(settings: RequestSettings, reports: Sequence[RequestReport]) -> 
     }
 
 
-async def explain_stream(events: AsyncIterator[str], field: Callable[[], dict[str, Any]]) -> AsyncIterator[str]:
+async def explain_stream(events: AsyncIterator[Any], field: Callable[[], dict[str, Any]]) -> AsyncIterator[Any]:
     """Pass server-sent events through and put `ropewalk` on the last chunk before `[DONE]`.
 
     Only chunks that may be the last one (no choices, or a finish reason) are held until the next event, so that tokens
-    are never delayed.
+    are never delayed. What is no event, such as the answer to a request that is refused, passes as it is.
     """
     held: str | None = None
     async for event in events:
+        if not isinstance(event, str):
+            yield event
+            continue
         if held is not None:
             yield _with_field(held, field()) if event.startswith(DONE) else held
             held = None

@@ -37,6 +37,9 @@ MIN_SHARED_MEMORY_BYTES = 2**30
 STORE_PREFIX = "ropewalk-store-"
 """Temporary stores are called after the process that they belong to: `ropewalk-store-<pid>-<random>`."""
 
+WORK_PREFIX = "rw-"
+"""The same for a local Ray's directory: sockets, logs, its certificate."""
+
 _STOP_GRACE_S = 8.0
 
 Report = Callable[[str], None]
@@ -106,14 +109,15 @@ class Deployment:
         """Report progress with the seconds since the start."""
         self._report(f"[{time.monotonic() - self._started_at:6.1f} s] {message}")
 
-    def start(self, sources: Mapping[str, str], *, timeout_s: float) -> None:
-        """Start Ray, deploy, and return when every replica is ready. Raises `StartError`.
+    def start(self, sources: Mapping[str, str], *, timeout_s: float, wait: bool = True) -> None:
+        """Start Ray, deploy, and return when every replica is ready (without `wait`: at once). Raises `StartError`.
 
         `sources`: what vLLM loads, by model name (`ropewalk.cluster.config.resolve_sources`).
         """
         self._start_ray()
         self._deploy(sources)
-        self._wait_until_ready(timeout_s)
+        if wait:
+            self._wait_until_ready(timeout_s)
 
     def _start_ray(self) -> None:
         if self.address is None:
@@ -127,6 +131,11 @@ class Deployment:
             # On a busy machine a proxy takes longer than Ray's 5 s to come up, and would be killed for it.
             os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
             self._work_dir = _short_temp_dir()
+            if self.config.scheduler.enabled and self.config.scheduler.state_path is None:
+                # So that a scheduler that dies comes back with what it knew.
+                state = {"state_path": self._work_dir / "scheduler.json"}
+                scheduler = self.config.scheduler.model_copy(update=state)
+                self.config = self.config.model_copy(update={"scheduler": scheduler})
             if "RAY_USE_TLS" not in os.environ:
                 self.ray_environment = tls_settings(self._work_dir)
                 os.environ.update(self.ray_environment)
@@ -181,8 +190,18 @@ class Deployment:
         """Logical CPUs of the local Ray: enough for all replicas, because they may share cores."""
         from ropewalk.cluster.serve.shares import cpus_per_replica
 
-        wanted = sum(model.replicas * cpus_per_replica(self.config, model) for model in self.config.models)
+        nodes = self._cpus_of_nodes()
+        wanted = sum(model.replicas * cpus_per_replica(self.config, model, nodes) for model in self.config.models)
         return max(wanted, len(os.sched_getaffinity(0)))
+
+    def _cpus_of_nodes(self) -> list[int]:
+        """CPUs of each machine that replicas may run on."""
+        if self.address is None:
+            return [len(os.sched_getaffinity(0))]
+        import ray
+
+        nodes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+        return [num_cpus for num_cpus in nodes if num_cpus] or [1]
 
     def store_root(self) -> Path:
         """Directory of the chunk store; a temporary one in memory unless the settings name one."""
@@ -211,7 +230,7 @@ class Deployment:
             deployment_name,
             scheduler_settings,
         )
-        from ropewalk.scheduler.actor import get_or_create_scheduler
+        from ropewalk.scheduler.actor import get_or_create_scheduler, stop_scheduler
 
         self._names = {model.name: deployment_name(model) for model in self.config.models}
         self._app_name = APP_NAME
@@ -227,11 +246,16 @@ class Deployment:
                 f"Ray Serve on this cluster listens on {listening.host}:{listening.port} already, "
                 f"not on {self.config.http.host}:{self.config.http.port}; use its --host and --port"
             )
+        if self.address is not None:
+            stop_scheduler()  # one of an earlier deployment would keep its settings; it saves what it has learned
         if (settings := scheduler_settings(self.config)) is not None:
             get_or_create_scheduler(settings)
-        if self.address is not None and APP_NAME in serve.status().applications:
-            serve.delete(APP_NAME)  # an application that failed cannot be deployed over
-        application = build_application(self.config, sources, self.store_root(), loopback=self.address is None)
+        running = serve.status().applications.get(APP_NAME) if self.address is not None else None
+        if running is not None and running.status == "DEPLOY_FAILED":
+            serve.delete(APP_NAME)  # it cannot be deployed over; one that serves goes on until its successor is there
+        application = build_application(
+            self.config, sources, self.store_root(), cpus_of_nodes=self._cpus_of_nodes(), loopback=self.address is None
+        )
         replicas = ", ".join(f"{model.name} x {model.replicas}" for model in self.config.models)
         if not all(model.plain for model in self.config.models):
             budget = self.config.store.budget or default_store_budget(self.store_root())
@@ -369,16 +393,21 @@ def _store_parent() -> Path:
 
 def remove_stale_stores(parent: Path) -> None:
     """Delete temporary stores whose process was killed before it could: in memory they would take RAM for ever."""
-    for directory in parent.glob(f"{STORE_PREFIX}*-*"):
-        pid = directory.name.removeprefix(STORE_PREFIX).split("-")[0]
+    _remove_stale(parent, STORE_PREFIX)
+
+
+def _remove_stale(parent: Path, prefix: str) -> None:
+    for directory in parent.glob(f"{prefix}*-*"):
+        pid = directory.name.removeprefix(prefix).split("-")[0]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(directory, ignore_errors=True)  # leaves what belongs to another user
 
 
 def _short_temp_dir() -> Path:
     """A directory whose path is short enough for Ray's sockets (107 bytes, of which Ray needs about 65)."""
-    parent = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix="rw-", dir=parent if len(parent) <= 30 else "/tmp"))
+    parent = tempfile.gettempdir() if len(tempfile.gettempdir()) <= 24 else "/tmp"
+    _remove_stale(Path(parent), WORK_PREFIX)
+    return Path(tempfile.mkdtemp(prefix=f"{WORK_PREFIX}{os.getpid()}-", dir=parent))
 
 
 class LocalCluster:
@@ -387,7 +416,7 @@ class LocalCluster:
         with LocalCluster(config) as cluster:
             OpenAI(base_url=cluster.endpoint, api_key="none")
 
-    A port of 0 picks a free one. `__exit__` ends the child and whatever it has left behind.
+    `__exit__` ends the child and whatever it has left behind, also when it has died by itself.
     """
 
     def __init__(self, config: ClusterConfig, *, report: Report | None = None, start_timeout_s: float = 600.0) -> None:
@@ -396,6 +425,7 @@ class LocalCluster:
         self._start_timeout_s = start_timeout_s
         self._directory = Path(tempfile.mkdtemp(prefix="rw-cluster-"))
         self._process: subprocess.Popen[str] | None = None
+        self._descendants: list[psutil.Process] = []
         self._ready: dict[str, Any] = {}
         self.output: list[str] = []
 
@@ -442,6 +472,7 @@ class LocalCluster:
             for _ in _poll(self._start_timeout_s + 60):
                 if ready_file.exists():
                     self._ready = json.loads(ready_file.read_text())
+                    self._descendants = psutil.Process(self._process.pid).children(recursive=True)
                     return self
                 if self._process.poll() is not None:
                     break
@@ -466,15 +497,16 @@ class LocalCluster:
 
     def stop(self) -> None:
         """Stop the cluster as Ctrl-C would, and see to it that no process of it is left."""
-        if self._process is not None and self._process.poll() is None:
-            descendants = psutil.Process(self._process.pid).children(recursive=True)
-            self._process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=60)
+        if self._process is not None:
             if self._process.poll() is None:
-                self._process.kill()
-                self._process.wait()
-            end_processes(descendants)
+                self._descendants = psutil.Process(self._process.pid).children(recursive=True)
+                self._process.send_signal(signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(timeout=60)
+                if self._process.poll() is None:
+                    self._process.kill()
+                    self._process.wait()
+            end_processes(self._descendants)
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def __enter__(self) -> LocalCluster:

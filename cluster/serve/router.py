@@ -63,6 +63,7 @@ class AgentRouter(LocalityMixin, MultiplexMixin, RequestRouter):
     def _ranks(self, candidates: list[Any], pending_request: Any) -> list[list[Any]]:
         hints = _hints(pending_request)
         snapshot = self._scheduler.snapshot if self._scheduler is not None else None
+        self._affinity.saw(snapshot)
         agent = agent_key(hints, snapshot)
         replicas = {_name(replica.replica_id): replica for replica in candidates}
         views = [self._view(name, replica) for name, replica in replicas.items()]

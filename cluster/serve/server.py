@@ -91,7 +91,7 @@ class AgentServer(LLMServer):
             if request.stream:
                 async for event in explain_stream(answer, field) if settings.explain else answer:
                     yield event
-                    answered = True
+                    answered = isinstance(event, str)
             else:
                 async for response in answer:
                     answered = not isinstance(response, ErrorResponse)
@@ -110,7 +110,7 @@ class AgentServer(LLMServer):
     async def status(self) -> dict[str, Any]:
         """What `GET /v1/replicas` shows of this replica."""
         scheduler = self._observer.status() if self._observer is not None else None
-        return {"pid": os.getpid(), "scheduler": scheduler, **self.engine.status()}
+        return {"pid": os.getpid(), "default_mode": self._default_mode, "scheduler": scheduler, **self.engine.status()}
 
 
 def end_engine(engine: Any) -> None:

@@ -161,6 +161,18 @@ def test_a_restored_registry_recognises_the_same_agents() -> None:
         assert restored.resolve(None, sketch, "new").agent == registry.resolve(None, sketch, "new").agent
 
 
+def test_a_restart_does_not_fold_the_agents_of_one_session() -> None:
+    rng = random.Random(3)
+    preamble = sentences(rng, 60)
+    bodies = [chat([*preamble, *sentences(rng, 40)]) for _ in range(10)]
+    registry = AgentRegistry()
+    for body in bodies[:9]:
+        registry.resolve(None, anchor_sketch(body), "s")
+    restored = AgentRegistry.from_dict(json.loads(json.dumps(registry.to_dict())))
+    restored.resolve(None, anchor_sketch(bodies[9]), "s")
+    assert len(restored) == 10
+
+
 def test_agents_beyond_the_bound_are_forgotten_least_recently_seen_first() -> None:
     registry = AgentRegistry(max_agents=2)
     registry.resolve("a", None)

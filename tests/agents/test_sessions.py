@@ -20,6 +20,17 @@ def test_a_turn_returns_the_agent_of_the_turn_before() -> None:
     assert table.update("s", "planner", "r0", 4.0) == "coder", "an unrecognised turn keeps the agent"
 
 
+def test_a_turn_that_is_reported_late_changes_nothing_about_where_the_session_stands() -> None:
+    table = SessionTable()
+    table.update("s", "planner", "r0", 1.0)
+    table.update("s", "calculator", "r0", 3.0)
+    assert table.update("s", "solver", "r1", 2.0) is None
+    state = table.get("s")
+    assert state is not None
+    assert (state.agent, state.replicas, state.num_turns) == ("calculator", ("r0", "r1"), 3)
+    assert table.update("s", "reviewer", "r0", 4.0) == "calculator"
+
+
 def test_replicas_are_listed_most_recent_first_and_bounded() -> None:
     table = SessionTable()
     for i in range(MAX_REPLICAS + 2):

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ropewalk.cluster.config import ConfigError, load_config, parse_config, parse_size, resolve_sources
+from ropewalk.cluster.serve.shares import cpus_per_replica
 
 
 def config_of(**model: Any) -> dict[str, Any]:
@@ -64,6 +65,35 @@ def test_a_mistake_names_the_field_and_what_would_be_right(values: object, field
 def test_two_models_may_not_have_one_name() -> None:
     twice = {"models": [{"source": "smollm2-135m"}, {"source": "smollm2-135m"}]}
     assert "two models are called 'smollm2-135m'" in problem_of(twice)
+    alike = [{"source": "smollm2-135m", "name": name} for name in ("a.b", "a_b")]
+    assert "two models are called 'a.b' (or alike)" in problem_of({"models": alike})
+
+
+def test_a_name_with_a_colon_is_refused() -> None:
+    """Ray Serve LLM would take what follows it for a LoRA adapter of the model before it."""
+    assert "models[0].name" in problem_of({"models": [{"source": "smollm2-135m", "name": "llama:8b"}]})
+
+
+def test_the_installed_build_decides_between_cpus_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse_config(config_of(), "x").models[0].gpus_per_replica == 0
+    monkeypatch.setattr("ropewalk.cluster.config.is_cpu_build", lambda: False)
+    assert parse_config(config_of(), "x").models[0].gpus_per_replica == 1
+    assert "0 needs the CPU build" in problem_of({"models": [{"source": "smollm2-135m", "gpus_per_replica": 0}]})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "model", "expected"),
+    [
+        ([8], {}, 4),
+        ([16, 64], {}, 16),  # one on each node; both get what the smaller one has
+        ([2], {"cpus_per_replica": 3}, 3),
+        ([64], {"gpus_per_replica": 1}, 1),
+        ([1], {}, 1),
+    ],
+)
+def test_replicas_share_the_cpus_of_their_nodes(nodes: list[int], model: dict[str, Any], expected: int) -> None:
+    config = parse_config({"models": [{"source": "smollm2-135m", "replicas": 2, **model}]}, "x")
+    assert cpus_per_replica(config, config.models[0], nodes) == expected
 
 
 def test_settings_that_are_no_mapping_are_refused() -> None:

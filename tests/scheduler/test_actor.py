@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorUnavailableError
 
 from ropewalk.scheduler import actor as actor_module
 from ropewalk.scheduler.actor import (
@@ -118,6 +119,14 @@ def test_without_ray_the_client_names_the_reason_and_bounds_its_buffer() -> None
     payload = asyncio.run(client.graph())
     assert (payload["complete"], payload["reason"]) == (False, "ray-not-started")
     client.close()
+
+
+def test_nothing_is_sent_to_a_scheduler_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray fails calls to an actor that restarts at once: what is sent then is lost, what waits is not."""
+    client = SchedulerClient()
+    client._actor = object()
+    client._note_failure(ActorUnavailableError("restarting", None))
+    assert client._actor is None
 
 
 def test_every_failure_has_a_name() -> None:

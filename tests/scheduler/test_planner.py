@@ -1,5 +1,7 @@
 """Plans, against a store that remembers every prompt's tokens and KV provenance by brute force."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -57,6 +59,9 @@ def check(plan: Plan, tokens: np.ndarray, index: MemoryIndex, settings: PlannerS
         if segment.reused:
             assert segment.start >= settings.carve_out
     assert all(end - start >= settings.min_run or start == plan.exact_end for start, end in plan.runs)
+    assert plan.batched == (settings.block_size is not None)
+    if settings.block_size is not None:
+        assert all(stage % settings.block_size == 0 for stage in plan.stages)
 
 
 def words(seed: int, count: int, vocabulary: int = 50_000) -> np.ndarray:
@@ -73,14 +78,14 @@ def serve(tokens: np.ndarray, index: MemoryIndex, settings: PlannerSettings, *, 
 parts = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 250)), min_size=1, max_size=5)
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.lists(st.tuples(parts, st.booleans()), min_size=1, max_size=6))
-def test_any_sequence_of_prompts_made_of_shared_parts_gives_sound_plans(prompts):
-    index = MemoryIndex()
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(parts, st.booleans()), min_size=1, max_size=6), st.sampled_from([None, 16, 128]))
+def test_any_sequence_of_prompts_made_of_shared_parts_gives_sound_plans(prompts, block_size):
+    index, planner = MemoryIndex(), replace(SMALL, block_size=block_size)
     for spec, reuse in prompts:
         tokens = np.concatenate([words(seed, length) for seed, length in spec])
         if len(tokens):
-            serve(as_tokens(tokens), index, SMALL, reuse=reuse)
+            serve(as_tokens(tokens), index, planner, reuse=reuse)
 
 
 @settings(max_examples=50, deadline=None)
@@ -100,6 +105,15 @@ def test_a_body_behind_a_changed_header_is_reused_to_its_first_token(header, len
     plan = serve(tokens, index, PlannerSettings(), reuse=True)
     assert plan.runs == ((header, header + length),)
     assert plan.stages == (header,)
+
+
+def test_batched_gaps_end_with_a_block():
+    index, body = MemoryIndex(), words(1, 1500)
+    serve(as_tokens(np.concatenate([words(2, 128), body])), index, PlannerSettings(), reuse=False)
+    tokens = as_tokens(np.concatenate([words(3, 99), body, words(4, 20)]))
+    plan = serve(tokens, index, PlannerSettings(block_size=64), reuse=True)
+    assert (plan.stages, plan.runs) == ((128,), ((128, 1599),))
+    assert min(segment.start for segment in plan.segments) == 128
 
 
 def test_exact_mode_never_takes_kv_from_another_place_or_domain():

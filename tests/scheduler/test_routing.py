@@ -126,6 +126,20 @@ def test_new_sessions_of_unknown_agents_are_spread() -> None:
     assert set(chosen.values()) == {10}
 
 
+def test_sessions_that_ended_long_ago_do_not_drive_new_ones_to_a_new_replica() -> None:
+    local = LocalAffinity()
+    for i in range(300):
+        local.remember(f"r{i % 2}", f"old-{i}", None)
+    live = snapshot(("a", "planner", "r0"), ("b", "planner", "r1"))
+    local.saw(live)
+    chosen = Counter[str]()
+    for i in range(30):
+        ranking = rank_replicas(RequestHints(f"new-{i}"), views(0, 0, 0), live, local)
+        chosen[ranking.order[0]] += 1
+        local.remember(ranking.order[0], f"new-{i}", None)
+    assert max(chosen.values()) - min(chosen.values()) <= 2
+
+
 def test_a_replica_on_the_same_node_is_nearly_warm() -> None:
     state = SchedulerState()
     state.observe(Observation(None, "planner", ANCHOR, "m", "gone", "n1", 1.0))

@@ -1,4 +1,4 @@
-"""Hand-overs are counted exactly and smoothed as SPEC.md section 3 says."""
+"""Hand-overs are counted exactly and smoothed as CacheScout says."""
 
 from __future__ import annotations
 
@@ -24,6 +24,18 @@ def learned(sessions: list[list[str]]) -> TransitionCounts:
             counts.observe(previous, agent)
     counts.check_integrity()
     return counts
+
+
+def test_agents_that_turn_out_to_be_one_keep_the_bound_on_successors() -> None:
+    counts = TransitionCounts()
+    for i in range(MAX_SUCCESSORS):
+        counts.observe("a", f"x{i}")
+        counts.observe("b", f"y{i}")
+        counts.observe("b", f"y{i}")
+    counts.rename("a", "b")
+    counts.check_integrity()
+    assert all(agent.startswith("y") for agent in counts.successors("b"))
+    assert TransitionCounts.from_dict(counts.to_dict()).to_dict() == counts.to_dict()
 
 
 @given(sequences)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,8 +32,9 @@ class Layout:
     def gather(self, slots: torch.Tensor) -> torch.Tensor:
         return self.numbers[:, slots]
 
-    def scatter(self, slots: torch.Tensor, rows: torch.Tensor, delta: int) -> None:
-        self.numbers[:, slots] = rows
+    def scatter(self, parts: Any) -> None:
+        for part in parts:
+            self.numbers[:, part.slots] = part.rows
 
 
 class Harness:
@@ -65,16 +67,18 @@ class Harness:
             header = ChunkHeader(piece.chain, piece.parent, content, "t", piece.domain, piece.start, part)
             self.store.put(header, torch.full((1, len(part), 1, 4), GOOD))
 
-    def plan(self, tokens: np.ndarray, *, reuse: bool) -> Plan:
-        return make_plan(tokens, "t", self.store, self.settings.planner(), reuse=reuse)
+    def plan(self, tokens: np.ndarray, *, reuse: bool, batched: bool = False) -> Plan:
+        settings = replace(self.settings.planner(), block_size=BLOCK_SIZE if batched else None)
+        return make_plan(tokens, "t", self.store, settings, reuse=reuse)
 
-    def request(self, tokens: np.ndarray, plan: Plan, *, is_stage: bool) -> Any:
+    def request(self, tokens: np.ndarray, plan: Plan, *, is_stage: bool, member: int = 0) -> Any:
         from vllm.v1.request import RequestStatus
 
         ids = tokens.tolist()
         params = {"plan": plan.to_params(), "fingerprint": "model", "tenant": "t", "is_stage": is_stage}
+        params |= {"group": "g", "member": member}
         request = SimpleNamespace(
-            request_id="r",
+            request_id=f"r{member}" if member else "r",
             num_prompt_tokens=len(ids),
             num_tokens=len(ids) + 1,
             prompt_token_ids=ids,
@@ -146,14 +150,15 @@ def words(seed: int, count: int) -> np.ndarray:
     return as_tokens(np.random.default_rng(seed).integers(0, 30_000, count))
 
 
-def staged_prompt(harness: Harness) -> tuple[np.ndarray, Plan]:
+def staged_prompt(harness: Harness, *, batched: bool = False) -> tuple[np.ndarray, Plan]:
     """A prompt with an exact prefix, a gap that a stage computes, and a reused body."""
     exact, body = words(1, 300), words(2, 600)
     harness.fill(exact)
     harness.fill(as_tokens(np.concatenate([words(3, 57), body])))
     tokens = as_tokens(np.concatenate([exact, words(4, 100), body, [1, 2, 3]]))
-    plan = harness.plan(tokens, reuse=True)
-    assert (plan.exact_end, len(plan.stages), plan.num_reused) == (300, 1, 600)
+    plan = harness.plan(tokens, reuse=True, batched=batched)
+    gap_end = 416 if batched else 400  # where the header ends, or the block that it ends in
+    assert (plan.exact_end, plan.stages, plan.num_reused) == (300, (gap_end,), 1000 - gap_end)
     return tokens, plan
 
 
@@ -229,6 +234,37 @@ def test_a_failed_load_is_reported_with_its_reason_and_size(harness):
     _, returned = harness.connector.request_finished(request, list(range(1, 11)))
     assert returned["ropewalk"]["fallbacks"] == ["chunk_missing"]
     assert returned["ropewalk"]["num_failed"] == 299
+
+
+def test_a_batched_request_waits_for_its_stage_and_takes_over_its_blocks(harness):
+    tokens, plan = staged_prompt(harness, batched=True)
+    gap_end = plan.stages[0]
+    assert gap_end % BLOCK_SIZE == 0
+    stage = harness.request(tokens[:gap_end], plan, is_stage=True)
+    matched = harness.connector.get_num_new_matched_tokens
+    assert matched(stage, 0) == (None, False), "the stage waits for the request, to share its step"
+    request = harness.request(tokens, plan, is_stage=False, member=1)
+    assert matched(request, 0) == (None, False), "the stage is not scheduled yet"
+    assert matched(stage, 0) == (plan.exact_end, False)
+    assert matched(request, gap_end) == (len(tokens) - 1 - gap_end - 2, False)  # but for the question's last two
+
+
+def test_a_batched_request_whose_stage_is_gone_computes_what_it_would_have_brought(harness):
+    tokens, plan = staged_prompt(harness, batched=True)
+    stage = harness.request(tokens[: plan.stages[0]], plan, is_stage=True)
+    request = harness.request(tokens, plan, is_stage=False, member=1)
+    harness.connector.request_finished(stage, [])
+    assert harness.connector.get_num_new_matched_tokens(request, 0) == (plan.exact_end, False)
+    _, returned = harness.connector.request_finished(request, [])
+    assert returned["ropewalk"]["fallbacks"] == ["stage_lost"]
+
+
+def test_a_stage_does_not_wait_for_ever_for_a_request_that_never_comes(harness, monkeypatch):
+    tokens, plan = staged_prompt(harness, batched=True)
+    stage = harness.request(tokens[: plan.stages[0]], plan, is_stage=True)
+    assert harness.connector.get_num_new_matched_tokens(stage, 0) == (None, False)
+    monkeypatch.setattr("time.monotonic", lambda: float("inf"))
+    assert harness.connector.get_num_new_matched_tokens(stage, 0) == (plan.exact_end, False)
 
 
 def test_blocks_are_held_until_a_finished_request_is_stored(harness):

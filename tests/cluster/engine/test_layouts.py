@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ropewalk.cluster.engine.layouts import StandardLayout, UnsupportedLayout, find_layout, turn_rows
-from ropewalk.kernels.rope import RotaryFacts, turn
+from ropewalk.cluster.engine.layouts import StandardLayout, StoredRows, UnsupportedLayout, find_layout
+from ropewalk.kernels.rope import RotaryFacts
+from ropewalk.kernels.splice import turned
 
 FACTS = RotaryFacts((1.0, 0.1, 0.01, 0.001), interleaved=False)
 MLA_FACTS = RotaryFacts((1.0, 0.1), interleaved=True)
@@ -23,33 +24,21 @@ def test_what_is_scattered_is_gathered_turned_and_nothing_else_changes(slots, de
     before = torch.stack([cache.clone() for cache in caches])
     layout = StandardLayout(caches, 4, FACTS, is_mla=False)
     rows = random(3, len(slots), 2, 16, seed=9)
-    layout.scatter(torch.tensor(slots), rows, delta)
-    assert torch.equal(layout.gather(torch.tensor(slots)), turn_rows(rows, delta, FACTS, is_mla=False))
+    layout.scatter([StoredRows(torch.tensor(slots), rows, delta)])
+    assert torch.equal(layout.gather(torch.tensor(slots)), turned(rows, delta, FACTS, 0))
     untouched = torch.ones(24, dtype=torch.bool)
     untouched[slots] = False
     after = torch.stack(caches).permute(0, 1, 3, 2, 4).flatten(1, 2)
     assert torch.equal(after[:, untouched], before.permute(0, 1, 3, 2, 4).flatten(1, 2)[:, untouched])
 
 
-def test_keys_are_turned_and_values_are_not():
-    rows = random(1, 5, 2, 16)
-    turned = turn_rows(rows, 7, FACTS, is_mla=False)
-    assert torch.equal(turned[..., :8], turn(rows[..., :8], 7, FACTS))
-    assert torch.equal(turned[..., 8:], rows[..., 8:])
-
-
-def test_only_the_band_of_a_latent_row_is_turned():
-    rows = random(1, 5, 1, 12)
-    turned = turn_rows(rows, 7, MLA_FACTS, is_mla=True)
-    assert torch.equal(turned[..., :8], rows[..., :8])
-    assert torch.equal(turned[..., 8:], turn(rows[..., 8:], 7, MLA_FACTS))
-
-
 def test_latent_caches_of_three_dimensions_are_known():
     layout = find_layout({"a": random(6, 4, 12), "b": random(6, 4, 12)}, {}, 4, MLA_FACTS, is_mla=True)
     rows = random(2, 3, 1, 12, seed=1)
-    layout.scatter(torch.tensor([0, 5, 22]), rows, 0)
-    assert torch.equal(layout.gather(torch.tensor([0, 5, 22])), rows)
+    layout.scatter([StoredRows(torch.tensor([0, 5, 22]), rows, 7)])
+    found = layout.gather(torch.tensor([0, 5, 22]))
+    assert torch.equal(found, turned(rows, 7, MLA_FACTS, 8))
+    assert torch.equal(found[..., :8], rows[..., :8])
 
 
 @pytest.mark.parametrize(
@@ -91,7 +80,7 @@ def test_the_packing_of_vllms_cpu_attention_is_found_out(isa, block_size, dtype)
     layout = CpuAttentionLayout(caches, isa, facts)
     slots = torch.randperm(5 * block_size, generator=torch.Generator().manual_seed(2))[:50]
     rows = random(2, 50, 3, 128).to(dtype)
-    layout.scatter(slots, rows, 0)
+    layout.scatter([StoredRows(slots, rows, 0)])
     assert torch.equal(layout.gather(slots), rows)
     # As the engine's own writing of the same keys and values packs them:
     expected = torch.zeros(5, 3, 2 * block_size, 64, dtype=dtype)

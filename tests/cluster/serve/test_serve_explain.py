@@ -53,6 +53,11 @@ async def test_nothing_else_of_a_stream_changes() -> None:
     assert last == payload(USAGE)
 
 
+async def test_a_refusal_passes_as_it_is() -> None:
+    refusal: Any = object()
+    assert await explained(refusal) == [refusal]
+
+
 async def test_tokens_are_not_held_back() -> None:
     handed_over: list[str] = []
 

@@ -1,0 +1,307 @@
+"""`ropewalk.kernels.splice.move` as compiled loops for CPUs: each row is read once and written once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, overload
+
+if TYPE_CHECKING:
+    from ropewalk.kernels.splice import Rows, Turns
+
+Array = npt.NDArray[Any]
+
+DTYPES = {torch.bfloat16: np.uint16, torch.float16: np.int16, torch.float32: np.float32}
+"""What stands for torch's types in compiled code."""
+
+BYTES_A_THREAD = 4 << 20
+"""Least amount worth a second thread: below it, handing over takes as long as moving."""
+
+
+@intrinsic
+def _bits_as_float(context: Any, bits: Any) -> Any:
+    """Reinterpret a uint32 as a float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], context.get_value_type(types.float32))
+
+    return types.float32(types.uint32), generate
+
+
+@intrinsic
+def _float_as_bits(context: Any, number: Any) -> Any:
+    """Reinterpret a float32 as a uint32."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], context.get_value_type(types.uint32))
+
+    return types.uint32(types.float32), generate
+
+
+@intrinsic
+def _half_as_float(context: Any, bits: Any) -> Any:
+    """The float16 of 16 bits as a float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.int16), generate
+
+
+@intrinsic
+def _float_as_half(context: Any, number: Any) -> Any:
+    """A float32, rounded to nearest even, as the 16 bits of a float16."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(arguments[0], ir.HalfType()), ir.IntType(16))
+
+    return types.int16(types.float32), generate
+
+
+@intrinsic
+def _pointer(context: Any, address: Any, like: Any) -> Any:
+    """The address as a pointer to numbers of the dtype of the array `like`."""
+    pointer = types.CPointer(like.dtype)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(pointer))
+
+    return pointer(types.int64, like), generate
+
+
+def _load(stored):
+    """A stored number as float32. NumPy and Numba know neither bfloat16 nor how to compute with float16: they come as
+    uint16 and int16. A bfloat16 is the upper half of a float32.
+    """
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_load)
+def _load_compiled(stored):
+    if stored == types.uint16:
+        return lambda stored: _bits_as_float(np.uint32(stored) << np.uint32(16))
+    if stored == types.int16:
+        return lambda stored: _half_as_float(stored)
+    return lambda stored: stored
+
+
+def _store(number, like):
+    """A float32 in the dtype of the array `like`, rounded to nearest even."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_store)
+def _store_compiled(number, like):
+    if like.dtype == types.int16:
+        return lambda number, like: _float_as_half(np.float32(number))
+    if like.dtype != types.uint16:
+        return lambda number, like: number
+
+    def rounded(number, like):
+        bits = _float_as_bits(np.float32(number))
+        up = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+        return np.uint16(up >> np.uint32(16)) if number == number else np.uint16(0x7FC0)
+
+    return rounded
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def _move_layers(
+    first_layer,
+    last_layer,
+    source_table,
+    source_part,
+    source_offsets,
+    source_head_strides,
+    target_table,
+    target_offsets,
+    target_head_stride,
+    cosines,
+    sines,
+    lines,
+    turned_lines,
+    num_heads,
+    width,
+    band_start,
+    half,
+    interleaved,
+    like,
+):
+    size = like.itemsize
+    band_end = band_start + 2 * half
+    for layer in range(first_layer, last_layer):
+        for token in range(len(source_part)):
+            part = source_part[token]
+            line = lines[token]
+            for head in range(num_heads):
+                offset = source_offsets[token] + head * source_head_strides[part]
+                source = numba.carray(_pointer(source_table[part, layer] + offset * size, like), (width,))
+                offset = target_offsets[token] + head * target_head_stride
+                target = numba.carray(_pointer(target_table[layer] + offset * size, like), (width,))
+                if not turned_lines[line]:
+                    target[:] = source
+                    continue
+                target[:band_start] = source[:band_start]
+                target[band_end:] = source[band_end:]
+                if interleaved:
+                    for pair in range(half):
+                        x = _load(source[band_start + 2 * pair])
+                        y = _load(source[band_start + 2 * pair + 1])
+                        cos, sin = cosines[line, pair], sines[line, pair]
+                        target[band_start + 2 * pair] = _store(x * cos - y * sin, like)
+                        target[band_start + 2 * pair + 1] = _store(y * cos + x * sin, like)
+                else:
+                    for pair in range(half):
+                        x = _load(source[band_start + pair])
+                        y = _load(source[band_start + half + pair])
+                        cos, sin = cosines[line, pair], sines[line, pair]
+                        target[band_start + pair] = _store(x * cos - y * sin, like)
+                        target[band_start + half + pair] = _store(y * cos + x * sin, like)
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def _move_packed_layers(
+    first_layer,
+    last_layer,
+    to_packed,
+    packed_table,
+    block_offsets,
+    slots_in_block,
+    places,
+    packed_head_stride,
+    plain_table,
+    plain_part,
+    plain_offsets,
+    plain_head_strides,
+    cosines,
+    sines,
+    lines,
+    turned_lines,
+    num_heads,
+    half,
+    interleaved,
+    like,
+):
+    size = like.itemsize
+    width = places.shape[1]
+    for layer in range(first_layer, last_layer):
+        for head in range(num_heads):
+            for token in range(len(block_offsets)):
+                offset = block_offsets[token] + head * packed_head_stride
+                packed = numba.carray(_pointer(packed_table[layer] + offset * size, like), (1,))
+                part = plain_part[token]
+                offset = plain_offsets[token] + head * plain_head_strides[part]
+                plain = numba.carray(_pointer(plain_table[part, layer] + offset * size, like), (width,))
+                place = places[slots_in_block[token]]
+                line = lines[token]
+                if not to_packed:
+                    for column in range(width):
+                        plain[column] = packed[place[column]]
+                    continue
+                first_copied = 0
+                if turned_lines[line]:
+                    first_copied = 2 * half
+                    for pair in range(half):
+                        first = 2 * pair if interleaved else pair
+                        second = first + 1 if interleaved else pair + half
+                        x, y = _load(plain[first]), _load(plain[second])
+                        cos, sin = cosines[line, pair], sines[line, pair]
+                        packed[place[first]] = _store(x * cos - y * sin, like)
+                        packed[place[second]] = _store(y * cos + x * sin, like)
+                for column in range(first_copied, width):
+                    packed[place[column]] = plain[column]
+
+
+def move_packed(
+    caches: Sequence[torch.Tensor],
+    slots: torch.Tensor,
+    places: torch.Tensor,
+    plain: Sequence[Rows],
+    turns: Turns | None,
+    *,
+    to_packed: bool,
+) -> None:
+    """Move rows to or from paged caches whose blocks are permuted. Mutates the caches, or the rows.
+
+    `caches` holds one `[N, H, B, C]` a layer, contiguous. Number `c` of slot `b` lies at element `places[b, c]` of a
+    block's `B * C` (of one head). `plain` are the rows for `slots`, one after the other. Keys, the first numbers of a
+    row, are turned on the way in.
+    """
+    first = caches[0]
+    num_layers, block_size = len(caches), first.shape[2]
+    blocks = slots.numpy() // block_size
+    arguments = (
+        to_packed,
+        np.array([cache.data_ptr() for cache in caches], dtype=np.int64),
+        blocks * first.stride(0),
+        slots.numpy() - blocks * block_size,
+        places.numpy(),
+        first.stride(1),
+        *_row_tables(plain),
+        *_turn_table(turns, len(slots)),
+        first.shape[1],
+        turns.facts.rotary_size // 2 if turns is not None else 0,
+        turns is not None and turns.facts.interleaved,
+        np.empty(0, dtype=DTYPES[first.dtype]),
+    )
+    num_bytes = num_layers * len(slots) * first.shape[1] * first.shape[3] * first.dtype.itemsize
+    _share_out(lambda start, end: _move_packed_layers(start, end, *arguments), num_layers, num_bytes)
+
+
+def _row_tables(rows: Sequence[Rows]) -> tuple[Array, Array, Array, Array]:
+    """Addresses of layers by part, and each token's part, element offset and, by part, the stride of heads."""
+    return (
+        np.array([[layer.data_ptr() for layer in part.layers] for part in rows], dtype=np.int64),
+        np.repeat(np.arange(len(rows)), [len(part) for part in rows]),
+        torch.cat([part.offsets for part in rows]).numpy(),
+        np.array([part.head_stride for part in rows], dtype=np.int64),
+    )
+
+
+def _turn_table(turns: Turns | None, num_tokens: int) -> tuple[Array, Array, Array, Array]:
+    """Cosines and sines `[D, R / 2]`, each token's line in them, and which lines turn at all."""
+    if turns is None:
+        ones = np.ones((1, 1), dtype=np.float32)
+        return ones, ones, np.zeros(num_tokens, dtype=np.int32), np.zeros(1, dtype=np.bool_)
+    cosines, sines, lines = (table.numpy() for table in turns.table())
+    return cosines, sines, lines, (sines != 0).any(axis=1) | (cosines != 1).any(axis=1)
+
+
+def _share_out(work: Callable[[int, int], None], num_layers: int, num_bytes: int) -> None:
+    """Run `work(first, last)` over all layers, on as many of torch's threads as the amount is worth."""
+    num_threads = max(1, min(torch.get_num_threads(), num_layers, num_bytes // BYTES_A_THREAD))
+    limits = [num_layers * i // num_threads for i in range(num_threads + 1)]
+    if num_threads == 1:
+        work(0, num_layers)
+        return
+    with ThreadPoolExecutor(num_threads) as pool:
+        list(pool.map(work, limits[:-1], limits[1:]))
+
+
+def move_on_cpu(sources: Sequence[Rows], target: Rows, turns: Turns | None) -> None:
+    """See `ropewalk.kernels.splice.move`; dtypes are those of `DTYPES`. Layers are shared out among torch's threads."""
+    start = turns.start if turns is not None else 0
+    arguments = (
+        *_row_tables(sources),
+        np.array([layer.data_ptr() for layer in target.layers], dtype=np.int64),
+        target.offsets.numpy(),
+        target.head_stride,
+        *_turn_table(turns, len(target)),
+        target.num_heads,
+        target.width,
+        start,
+        turns.facts.rotary_size // 2 if turns is not None else 0,
+        turns is not None and turns.facts.interleaved,
+        np.empty(0, dtype=DTYPES[target.dtype]),
+    )
+    num_layers = len(target.layers)
+    num_bytes = num_layers * len(target) * target.num_heads * target.width * target.dtype.itemsize
+    _share_out(lambda first, last: _move_layers(first, last, *arguments), num_layers, num_bytes)

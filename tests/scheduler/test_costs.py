@@ -1,0 +1,53 @@
+"""The shortest run worth a stage is where computing it costs what a stage does."""
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ropewalk.scheduler.costs import LEAST_RUN, LONGEST_RUN, StageCost
+
+
+def test_before_anything_is_measured_the_assumption_holds():
+    assert StageCost(initial_run=100).min_run == 100
+
+
+def test_the_break_even_is_found_through_noise():
+    rng = random.Random(0)
+    cost = StageCost(initial_run=32)
+    for _ in range(300):
+        n, s = rng.randrange(16, 1500), rng.randrange(4)
+        cost.observe(n, s, (0.05 + 0.001 * n + 0.12 * s) * rng.uniform(0.95, 1.05))
+    assert 90 <= cost.min_run <= 150
+
+
+def test_stages_that_run_one_by_one_are_taken_to_cost_a_request_each():
+    cost = StageCost(initial_run=None)
+    for n in [32, 416] * 2:
+        cost.observe(n, 0, 0.2 + 0.001 * n)
+    assert 190 <= cost.min_run <= 210
+
+
+def test_it_follows_a_machine_that_becomes_faster():
+    cost = StageCost(initial_run=32)
+    for n, s in [(32, 0), (512, 1), (512, 0), (32, 1)] * 40:
+        cost.observe(n, s, 0.1 + 0.001 * n + 0.1 * s)
+    assert 90 <= cost.min_run <= 105
+    for n, s in [(32, 0), (512, 1), (512, 0), (32, 1)] * 100:
+        cost.observe(n, s, 0.1 + 0.0005 * n + 0.1 * s)
+    assert 180 <= cost.min_run <= 205
+
+
+def test_observations_that_are_all_alike_change_nothing():
+    cost = StageCost(initial_run=77)
+    for n in [500, 510, 520] * 20:
+        cost.observe(n, 1, 0.5)
+    assert cost.min_run == 77
+
+
+@given(st.lists(st.tuples(st.integers(0, 100_000), st.integers(0, 50), st.floats(0, 1e4)), max_size=60))
+def test_any_measurement_keeps_the_bounds(observations):
+    cost = StageCost(initial_run=64)
+    for n, s, seconds in observations:
+        cost.observe(n, s, seconds)
+    assert LEAST_RUN <= cost.min_run <= LONGEST_RUN
