@@ -182,31 +182,32 @@ class PlannedEngine:
         kwargs: dict[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
         start, num_started = time.perf_counter(), self._num_started
-        stages = [
-            self._run_stage(prompt, length, plan, settings, f"{request_id}-stage-{number}", kwargs, number)
-            for number, length in enumerate(plan.stages)
-        ]
-        # Batched stages are sent at once, ahead of the request: the engine takes them all in one step.
-        tasks = [asyncio.create_task(stage) for stage in stages] if plan.batched else []
-        results = [] if plan.batched else [await stage for stage in stages]
-        if tasks:
-            await asyncio.sleep(0)
-        params = self._with_plan(sampling_params, plan, settings, len(stages), request_id)
+        tasks: list[asyncio.Task[tuple[int, list[str]]]] = []
         num_computed_by_stages: int | None = None
         try:
+            for number, length in enumerate(plan.stages):
+                stage = self._run_stage(prompt, length, plan, settings, f"{request_id}-stage-{number}", kwargs, number)
+                tasks.append(asyncio.create_task(stage))
+                # Batched stages are sent ahead of the request, all in one moment: the engine takes them in one step.
+                await (asyncio.sleep(0) if plan.batched else asyncio.wait(tasks))
+            params = self._with_plan(sampling_params, plan, settings, len(tasks), request_id)
             # Closed at once when the client goes away: vLLM then aborts the request.
             async with contextlib.aclosing(self._client.generate(prompt, params, request_id, **kwargs)) as outputs:
                 async for output in outputs:
                     returned = (output.kv_transfer_params or {}).get(PARAMS_KEY) or {}
                     if num_computed_by_stages is None:
-                        results.extend(await asyncio.gather(*tasks))
-                        num_computed_by_stages = sum(num_computed for num_computed, _ in results)
-                        report.fallbacks.extend(reason for _, fallbacks in results for reason in fallbacks)
+                        num_computed_by_stages = 0
+                        for result in await asyncio.gather(*tasks, return_exceptions=True):
+                            num_computed, fallbacks = (
+                                (0, ["stage_failed"]) if isinstance(result, BaseException) else result
+                            )
+                            num_computed_by_stages += num_computed
+                            report.fallbacks.extend(fallbacks)
                         is_first_token = sampling_params.output_kind != RequestOutputKind.FINAL_ONLY
                         # Others in the same steps would count as this request's cost.
                         if is_first_token and self._num_running == 1 and num_started == self._num_started:
                             num_cached = (output.num_cached_tokens or 0) - num_computed_by_stages
-                            self._cost.observe(plan.num_tokens - num_cached, len(stages), time.perf_counter() - start)
+                            self._cost.observe(plan.num_tokens - num_cached, len(tasks), time.perf_counter() - start)
                     # Neither what a stage computed for this request nor what could not be loaded is a cache hit.
                     not_cached = num_computed_by_stages + returned.get("num_failed", 0)
                     output.num_cached_tokens = max((output.num_cached_tokens or 0) - not_cached, 0)

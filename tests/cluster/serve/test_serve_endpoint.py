@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ipaddress
 import json
+import re
 import runpy
 import signal
 import socket
@@ -310,6 +311,34 @@ def test_status_shows_models_replicas_store_and_agents(
     assert "Agents" in table
     assert main(["status", "--endpoint", cluster.endpoint, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["models"][0]["ready"] == 2
+
+
+def test_the_quickstart_of_the_readme_runs(cluster: LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (Path(__file__).parents[3] / "README.md").read_text()
+    found = re.search(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert found is not None
+    code = found[1].replace("http://127.0.0.1:8000/v1", cluster.endpoint)
+    assert cluster.endpoint in code
+
+    def second_call_is_cached() -> bool:
+        """There are two replicas here, and one stores what it computed just after it has answered."""
+        exec(compile(code, "README.md", "exec"), {})
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("cached")]
+        return int(lines[1].split()[-1]) > 400
+
+    assert eventually(second_call_is_cached)
+
+
+@pytest.mark.parametrize("explain", [True, False])
+def test_a_streaming_request_that_is_refused_is_refused_as_any_other(cluster: LocalCluster, explain: bool) -> None:
+    client = openai.OpenAI(base_url=cluster.endpoint, api_key="none", max_retries=0)
+    with pytest.raises(openai.BadRequestError, match="context length"):
+        client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "word " * 4000}],
+            stream=True,
+            extra_body={"ropewalk": {"explain": explain}},
+        )
 
 
 def reachable_ports(cluster: LocalCluster) -> list[int]:
