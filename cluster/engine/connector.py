@@ -165,6 +165,8 @@ class RopewalkConnector(KVConnectorBase_V1):
         self._groups: dict[str, _Group] = {}
         self._loads_unseen = False
         """Whether loads were handed out in a step whose result has not been seen yet."""
+        self._step_blocks: set[int] = set()
+        """Blocks of the requests that the last step loaded for, began or went on with."""
         self._loads: list[Load] = []
         self._saves: list[Save] = []
         self._block_pool: BlockPool | None = None
@@ -276,17 +278,22 @@ class RopewalkConnector(KVConnectorBase_V1):
         """Hand the worker this step's loads and saves."""
         # Without asynchronous scheduling, the results of all earlier steps have been seen by now.
         self._loads_unseen = bool(self._loads)
+        self._step_blocks = {block for load in self._loads for block in load.block_ids}
         state = scheduler_output.kv_connector_block_state
         for request_id, block_ids in (state.block_ids if state is not None else {}).items():
+            self._step_blocks.update(block_ids[0])
             if request_id in self._tracked:
                 self._tracked[request_id].block_ids = list(block_ids[0])
         computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
         cached = scheduler_output.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request_id, num_computed in computed.items():
-            if request_id not in self._tracked or not self._tracked[request_id].is_stage:
+            tracked = self._tracked.get(request_id)
+            if tracked is None:
                 continue
-            tracked = self._tracked[request_id]
+            self._step_blocks.update(tracked.block_ids)
+            if not tracked.is_stage:
+                continue
             if tracked.plan.batched and tracked.plan.stages:
                 continue  # the request that follows stores what its stages computed
             # A stage's rows are saved in the step that completes it: its answer must not overtake them.
@@ -298,22 +305,30 @@ class RopewalkConnector(KVConnectorBase_V1):
         return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Note which loads failed, and keep their blocks from being found by anybody.
+        """Note which loads failed, and keep what was computed from their blocks from being used by anybody.
 
-        vLLM put the blocks' hashes into its prefix cache when it scheduled the load, and leaves them there for the
-        request to recompute. A request that ends or is preempted before that would leave garbage behind.
+        vLLM put the hashes of all blocks of the step into its prefix cache when it scheduled them, and leaves them for
+        the requests to recompute: one that ends or is preempted before that would leave garbage behind. And of several
+        requests that share a failed block it lets the first alone recompute it, which may end before it does.
         """
         self._loads_unseen = False
-        if connector_output.invalid_block_ids and self._block_pool is not None:
-            self._block_pool.evict_blocks(connector_output.invalid_block_ids)
+        invalid = connector_output.invalid_block_ids
+        if not invalid:
+            return
+        if self._block_pool is not None:
+            self._block_pool.evict_blocks(invalid | self._step_blocks)
+        for tracked in self._tracked.values():
+            first = next((index for index, block in enumerate(tracked.block_ids) if block in invalid), None)
+            if first is None:
+                continue
+            valid = first * self._block_size
+            tracked.request.num_computed_tokens = min(tracked.request.num_computed_tokens, valid)
+            tracked.num_failed = max(tracked.num_local + tracked.num_external - valid, 0)
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, RopewalkWorkerMetadata):
-            for request_id, (reason, position) in metadata.failures.items():
+            for request_id, (reason, _) in metadata.failures.items():
                 if request_id in self._tracked:
-                    tracked = self._tracked[request_id]
-                    tracked.fallbacks.append(reason)
-                    valid = position // self._block_size * self._block_size  # vLLM recomputes whole blocks
-                    tracked.num_failed = tracked.num_local + tracked.num_external - max(valid, tracked.num_local)
+                    self._tracked[request_id].fallbacks.append(reason)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Queue what the request computed for saving; its blocks are held until that is done."""
@@ -321,8 +336,8 @@ class RopewalkConnector(KVConnectorBase_V1):
         if tracked is None:
             return False, None
         group = self._groups.get(tracked.group)
-        if group is not None and tracked.member == group.num_members - 1:
-            del self._groups[tracked.group]
+        if group is not None and not any(member in self._tracked for member in group.members.values()):
+            del self._groups[tracked.group]  # a member that comes later waits for nobody, after a moment
         # The last sampled token has not been fed back, so it has no KV yet.
         num_tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1)
         num_tokens = min(num_tokens, len(block_ids) * self._block_size)

@@ -182,15 +182,18 @@ class PlannedEngine:
         kwargs: dict[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
         start, num_started = time.perf_counter(), self._num_started
+        group = uuid.uuid4().hex
         tasks: list[asyncio.Task[tuple[int, list[str]]]] = []
         num_computed_by_stages: int | None = None
         try:
             for number, length in enumerate(plan.stages):
-                stage = self._run_stage(prompt, length, plan, settings, f"{request_id}-stage-{number}", kwargs, number)
+                stage = self._run_stage(
+                    prompt, length, plan, settings, f"{request_id}-stage-{number}", kwargs, number, group
+                )
                 tasks.append(asyncio.create_task(stage))
                 # Batched stages are sent ahead of the request, all in one moment: the engine takes them in one step.
                 await (asyncio.sleep(0) if plan.batched else asyncio.wait(tasks))
-            params = self._with_plan(sampling_params, plan, settings, len(tasks), request_id)
+            params = self._with_plan(sampling_params, plan, settings, len(tasks), group)
             # Closed at once when the client goes away: vLLM then aborts the request.
             async with contextlib.aclosing(self._client.generate(prompt, params, request_id, **kwargs)) as outputs:
                 async for output in outputs:
@@ -272,12 +275,12 @@ class PlannedEngine:
         request_id: str,
         kwargs: dict[str, Any],
         number: int = 0,
+        group: str = "",
     ) -> tuple[int, list[str]]:
         """Compute the gap that ends at `length`; return how many tokens were really prefilled, and fallbacks."""
         params = SamplingParams(
             max_tokens=1, temperature=0.0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
-        group = request_id.removesuffix(f"-stage-{number}")
         params = self._with_plan(params, plan, settings, number, group, is_stage=True)
         stage_prompt = tokens_input(prompt["prompt_token_ids"][:length], cache_salt=prompt.get("cache_salt"))
         passed = {name: kwargs[name] for name in ("priority", "data_parallel_rank") if name in kwargs}

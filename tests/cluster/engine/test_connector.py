@@ -203,7 +203,30 @@ def test_blocks_whose_load_failed_leave_the_prefix_cache(harness):
     harness.lose(plan)
     output = harness.forward()
     harness.connector.update_connector_output(output)
-    assert harness.evicted == output.invalid_block_ids != set()
+    assert harness.evicted >= output.invalid_block_ids != set()
+
+
+def test_who_shares_a_block_whose_load_failed_does_not_count_on_another_to_recompute_it(harness):
+    from vllm.v1.request import RequestStatus
+
+    tokens, plan = staged_prompt(harness, batched=True)
+    stage = harness.request(tokens[: plan.stages[0]], plan, is_stage=True)
+    request = harness.request(tokens, plan, is_stage=False, member=1)
+    harness.schedule(stage)
+    # The request of the same step has the stage's blocks as its local hit.
+    blocks = list(range(1, len(tokens) // BLOCK_SIZE + 2))
+    harness.connector._tracked["r1"].block_ids = blocks
+    harness.connector._tracked["r1"].num_local = plan.stages[0]
+    harness.lose(plan)
+    output = harness.forward()
+    harness.connector.update_connector_output(output)
+    assert request.num_computed_tokens == 0
+    request.status = RequestStatus.FINISHED_ABORTED  # before anybody has recomputed anything
+    assert harness.connector.request_finished(request, blocks)[0] is False
+    harness.save_finished()
+    assert GARBAGE not in harness.stored_numbers()
+    harness.connector.request_finished(stage, blocks)
+    assert harness.connector._groups == {}
 
 
 def test_a_request_aborted_while_its_load_fails_leaves_nothing(harness):
