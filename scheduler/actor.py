@@ -349,7 +349,7 @@ class SchedulerClient:
         with self._lock:
             first = not self._failures[reason]
             self._failures[reason] += 1
-        if reason not in ("ray-not-started", "scheduler-starting"):
+        if reason in ("scheduler-restarting", "scheduler-died", "scheduler-error"):
             # Found again, and answered once, before anything more is sent to it: what is sent meanwhile would be lost.
             self._actor = self._found = None
         if first:
