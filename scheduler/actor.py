@@ -303,7 +303,7 @@ class SchedulerClient:
                 batch = [self._buffer.popleft() for _ in range(min(MAX_BATCH, len(self._buffer)))]
             try:
                 self._await(actor.observe.remote(batch))
-            except Exception:
+            except Exception:  # counted here and named by the caller
                 # Sent again it might be counted twice: the call may have arrived and only its answer been lost.
                 with self._lock:
                     self._counts["lost"] += len(batch)

@@ -221,7 +221,8 @@ class RopewalkConnector(KVConnectorBase_V1):
             if segment.end <= end or segment.start >= request.num_prompt_tokens - 1:
                 continue
             if segment.start > end:  # what a stage was to compute is gone: this request computes it, and all behind it
-                tracked.fallbacks.append("stage_lost")
+                if "stage_lost" not in tracked.fallbacks:  # a request without room is asked for again
+                    tracked.fallbacks.append("stage_lost")
                 break
             if not store.contains(segment.chunk):
                 if segment.start < expected and "chunk_missing" not in tracked.fallbacks:

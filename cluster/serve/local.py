@@ -287,7 +287,7 @@ class Deployment:
                 raise StartError("the process that wanted this cluster is gone")
             if time.monotonic() > deadline:
                 raise StartError(f"not ready after {timeout_s:.0f} s: {'; '.join(lines)}")
-            time.sleep(1.0)
+            time.sleep(1.0)  # between two looks at Ray Serve, which costs a call to its controller
 
     def stop(self, *, keep_logs: bool = False) -> None:
         """Stop what `start` has started; on a running cluster only the application."""
@@ -522,4 +522,4 @@ def _poll(timeout_s: float, pause_s: float = 0.1) -> Iterator[None]:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         yield
-        time.sleep(pause_s)
+        time.sleep(pause_s)  # between two looks, up to the deadline

@@ -52,12 +52,12 @@ class AgentRouter(LocalityMixin, MultiplexMixin, RequestRouter):
             # Without this Ray asks again at once, in a busy loop, while no replica accepts.
             pending_request.routing_context.should_backoff = True
             return self._ranks(candidate_replicas, pending_request)
-        except Exception:
+        except Exception:  # whatever it is, the request would wait for ever
             self.reasons["router-error"] += 1
             logger.exception("Ranking replicas failed; falling back to two random ones")
         try:
             return await self._power_of_two(candidate_replicas, pending_request)
-        except Exception:
+        except Exception:  # for the same reason: any replica is better than none
             return [list(candidate_replicas)]
 
     def _ranks(self, candidates: list[Any], pending_request: Any) -> list[list[Any]]:
