@@ -1,15 +1,15 @@
 """Reuse is real: a body behind a changed header is served from the store, turned, and nobody else sees it."""
 
-import math
 import random
 import threading
 from pathlib import Path
 
 import pytest
 
+from ropewalk.cluster.bench.engine import Answer, Engine
+from ropewalk.cluster.bench.statistics import divergence
 from ropewalk.kernels.keys import HEAD_LENGTH
 
-from .conftest import Answer, Engine
 from .prompts import body_and_headers, prompt
 
 pytestmark = pytest.mark.engine
@@ -28,16 +28,11 @@ def case(request, start_engines, new_store):
     return model, *start_engines(model, new_store(), **arguments)
 
 
-def divergence(truth: Answer, other: Answer) -> float:
-    """KL(truth ‖ other) of the first token, in nats."""
-    return sum(math.exp(p) * (p - other.first_logprobs[token]) for token, p in truth.first_logprobs.items() if p > -60)
-
-
 def assert_same_distribution(engine: Engine, tokens: list[int], other_tenant: str) -> Answer:
     """In bf16, near-ties flip with what was cached; what a first token is drawn from does not."""
-    answer = engine.ask(tokens, mode="exact", max_tokens=1, logprobs=-1)
-    alone = engine.ask(tokens, mode="exact", tenant=other_tenant, max_tokens=1, logprobs=-1)
-    assert divergence(alone, answer) < 0.02
+    answer = engine.ask(tokens, mode="exact", max_tokens=1, logprobs=True)
+    alone = engine.ask(tokens, mode="exact", tenant=other_tenant, max_tokens=1, logprobs=True)
+    assert divergence(alone.first_logprobs, answer.first_logprobs) < 0.02
     return answer
 
 
@@ -61,19 +56,19 @@ def test_a_body_behind_a_changed_header_is_served_from_the_store_and_turning_it_
     turned, unturned = [], []
     for length, question in zip((50, 99, 150, 200), questions[1:], strict=False):
         tokens = [*make_header(length), *body, *question]
-        answer = engine.ask(tokens, mode="reuse", max_tokens=1, logprobs=-1)
+        answer = engine.ask(tokens, mode="reuse", max_tokens=1, logprobs=True)
         assert answer.num_cached >= 0.85 * NUM_BODY, "vLLM counts fewer cached tokens than 85 % of the body"
         assert answer.report.tokens["reused"] == answer.num_cached
         assert answer.report.fallbacks == []
         reused = [planned for planned in answer.report.plan if planned.source == "reuse"]
         assert {planned.turn for planned in reused} == {length - 128}
         assert [planned.source for planned in answer.report.plan][:1] == ["compute"]
-        truth = engine.ask(tokens, mode="exact", tenant=f"fresh-{length}", max_tokens=1, logprobs=-1)
+        truth = engine.ask(tokens, mode="exact", tenant=f"fresh-{length}", max_tokens=1, logprobs=True)
         assert truth.num_cached == 0
-        turned.append(divergence(truth, answer))
-        other = engine.ask(tokens, mode="reuse", rotate=False, max_tokens=1, logprobs=-1)
+        turned.append(divergence(truth.first_logprobs, answer.first_logprobs))
+        other = engine.ask(tokens, mode="reuse", rotate=False, max_tokens=1, logprobs=True)
         assert other.num_cached >= 0.85 * NUM_BODY
-        unturned.append(divergence(truth, other))
+        unturned.append(divergence(truth.first_logprobs, other.first_logprobs))
     record_property("kl_turned", turned)
     record_property("kl_unturned", unturned)
     assert sum(turned) < 0.5 * sum(unturned)

@@ -1,0 +1,194 @@
+"""A vLLM engine in this process, with or without Ropewalk, driven by plain function calls."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+import uuid
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ropewalk.cluster.config import is_cpu_build
+from ropewalk.cluster.engine.request import Mode, RequestReport, RequestSettings
+from ropewalk.cluster.engine.settings import EngineSettings, kv_transfer_config
+from ropewalk.cluster.models import resolve
+
+BLOCK_SIZE = 32
+TIMEOUT_S = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer.
+
+    `num_cached` is vLLM's count of cached prompt tokens, less what Ropewalk had to compute. `logprobs` is `[n, V]`
+    float32: for each of the `n` tokens, log-probabilities of the whole vocabulary (`logprobs=True`) or of the tokens
+    asked for (`[n, k]`); else None. `ttft_s` are seconds from the call to the first token. `report` is Ropewalk's.
+    """
+
+    token_ids: tuple[int, ...]
+    num_cached: int
+    logprobs: npt.NDArray[np.float32] | None
+    ttft_s: float
+    report: RequestReport | None
+
+    @property
+    def first_logprobs(self) -> npt.NDArray[np.float32]:
+        """Log-probabilities of the first token, `[V]`."""
+        assert self.logprobs is not None
+        first: npt.NDArray[np.float32] = self.logprobs[0]
+        return first
+
+
+class Engine:
+    """An `AsyncLLM` in a thread with its own event loop. `store_root` puts Ropewalk into and around it."""
+
+    def __init__(
+        self, model: str, *, store_root: Path | None, settings: dict[str, Any] | None = None, **engine_args: Any
+    ) -> None:
+        if is_cpu_build():
+            os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+            # vLLM would bind every engine's threads to the same cores.
+            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+            os.environ["OMP_NUM_THREADS"] = str(min(os.cpu_count() or 2, 16))
+        os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self.num_preemptions = 0
+        self.store_root = store_root
+        self.run(self._start(model, settings or {}, engine_args))
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine on the engine's event loop and return its result."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=TIMEOUT_S)
+
+    async def _start(self, model: str, settings: dict[str, Any], engine_args: dict[str, Any]) -> None:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        from ropewalk.cluster.engine.planned import wrap_engine
+
+        engine = self
+
+        class CountPreemptions(StatLoggerBase):
+            def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
+            def log_engine_initialized(self) -> None: ...
+            def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
+                if iteration_stats is not None:
+                    engine.num_preemptions += iteration_stats.num_preempted_reqs
+
+        arguments = {
+            "model": resolve(model),
+            "enforce_eager": True,
+            "max_model_len": 2048,
+            "block_size": BLOCK_SIZE,
+            "enable_prefix_caching": True,
+            "max_logprobs": -1,
+        }
+        if is_cpu_build():
+            arguments["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+        if self.store_root is not None:
+            values = {"store_root": self.store_root, "store_budget_bytes": 1 << 30} | settings
+            engine_settings = EngineSettings(**values)
+            arguments["kv_transfer_config"] = kv_transfer_config(engine_settings)
+        config = AsyncEngineArgs(**(arguments | engine_args)).create_engine_config()
+        self.vocab_size = int(config.model_config.get_vocab_size())
+        self.llm = AsyncLLM.from_vllm_config(config, stat_loggers=[CountPreemptions])
+        self.client: Any = self.llm
+        if self.store_root is not None:
+            self.client = wrap_engine(self.llm, config, engine_settings)
+            await self.client.prepare()
+
+    def ask(self, tokens: Sequence[int], **options: Any) -> Answer:
+        """Answer one prompt; options as `ask_async`."""
+        answer: Answer = self.run(self.ask_async(tokens, **options))
+        return answer
+
+    def ask_together(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[Answer]:
+        """Answer several prompts, sent in one moment."""
+
+        async def gather() -> list[Answer]:
+            return await asyncio.gather(*(self.ask_async(tokens, **options) for tokens in prompts))
+
+        answers: list[Answer] = self.run(gather())
+        return answers
+
+    async def ask_async(
+        self,
+        tokens: Sequence[int],
+        *,
+        mode: Mode = "exact",
+        tenant: str = "default",
+        max_tokens: int = 8,
+        ignore_eos: bool = False,
+        logprobs: bool | Sequence[int] = False,
+        **settings: Any,
+    ) -> Answer:
+        """Answer one prompt greedily. `settings` are further fields of `RequestSettings`; plain vLLM ignores them.
+
+        `logprobs` asks for log-probabilities of the whole vocabulary, or of some tokens.
+        """
+        from vllm import SamplingParams
+        from vllm.inputs import tokens_input
+
+        asked = RequestSettings(mode=mode, tenant=tenant, **settings)
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0.0,
+            ignore_eos=ignore_eos,
+            logprobs=-1 if logprobs is True else None,
+            logprob_token_ids=None if isinstance(logprobs, bool) else list(logprobs),
+            flat_logprobs=True,
+            detokenize=False,
+        )
+        if self.store_root is not None:
+            params.extra_args = {"kv_transfer_params": {"ropewalk": asked.to_params()}}
+        last: Any = None
+        ttft_s = 0.0
+        start = time.perf_counter()
+        async for output in self.client.generate(tokens_input(list(tokens)), params, uuid.uuid4().hex):
+            ttft_s = ttft_s or time.perf_counter() - start
+            last = output
+        reports = self.client.pop_reports(asked.key) if self.store_root is not None else [None]
+        completion = last.outputs[0]
+        found = None
+        if logprobs is not False:
+            wanted = self.vocab_size if logprobs is True else len(logprobs)
+            found = _matrix(completion.logprobs, None if logprobs is True else list(logprobs), wanted)
+        return Answer(tuple(completion.token_ids), last.num_cached_tokens or 0, found, ttft_s, reports[0])
+
+    def forget_prefixes(self) -> None:
+        """Empty vLLM's own prefix cache."""
+        assert self.run(self.llm.reset_prefix_cache())
+
+    def settle(self) -> None:
+        """Wait until what was answered is stored."""
+        self.run(self.client.wait_for_saves())
+
+    def stop(self) -> None:
+        """End the engine and its thread."""
+        self.llm.shutdown()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+def _matrix(flat: Any, wanted: list[int] | None, width: int) -> npt.NDArray[np.float32]:
+    """vLLM's flat log-probabilities as `[n, width]`, by token id or in the order of `wanted`."""
+    rows = np.full((len(flat.start_indices), width), -np.inf, dtype=np.float32)
+    place = None if wanted is None else {token: index for index, token in enumerate(wanted)}
+    for row, first, last in zip(rows, flat.start_indices, flat.end_indices, strict=True):
+        ids, values = flat.token_ids[first:last], flat.logprobs[first:last]
+        if place is None:
+            row[np.asarray(ids)] = values
+        else:
+            for token, value in zip(ids, values, strict=True):
+                if token in place:
+                    row[place[token]] = value
+    return rows

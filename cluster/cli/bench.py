@@ -1,0 +1,28 @@
+"""`ropewalk bench`: studies on real engines in this process."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from typing import Any
+
+STUDIES = ("reuse",)
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Register the subcommand with its studies."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "bench",
+        help="measure what reuse saves and what it changes",
+        description="Measure on real engines in this process what reuse saves and what it changes.",
+    )
+    studies = parser.add_subparsers(dest="study", required=True, metavar="STUDY")
+    for name in STUDIES:
+        module = importlib.import_module(f"ropewalk.cluster.bench.{name}")
+        module.add_parser(studies).set_defaults(run_study=module.run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run one study and return its exit code."""
+    return int(args.run_study(args))
