@@ -24,11 +24,16 @@ BLOCK = 16_384
 
 @dataclass(frozen=True, slots=True)
 class ChunkSizes:
-    """Lengths of chunks in tokens. Irminsul's defaults: mean 128, minimum 32, maximum 512."""
+    """Lengths of chunks in tokens. Irminsul's defaults: mean 128, minimum 32, maximum 512.
+
+    A chunk also ends before each of the token ids `markers` (Irminsul, S2): where an assembler puts them around shared
+    regions, or a chat template around messages, those begin with a chunk wherever they stand.
+    """
 
     mean: int = 128
     minimum: int = 32
     maximum: int = 512
+    markers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.minimum < self.mean < self.maximum:
@@ -76,13 +81,15 @@ def chunk_limits(tokens: npt.NDArray[np.integer], sizes: ChunkSizes) -> list[int
     """Return the ends of the content-defined chunks of `tokens`, ascending, the last one being `len(tokens)`.
 
     A chunk ends after a token whose hash falls below a threshold, tested on the high bits (the low bits depend on few
-    tokens), but never before `sizes.minimum` and never after `sizes.maximum` tokens. Only the last chunk may be
-    shorter than the minimum.
+    tokens), and before a marker, but never before `sizes.minimum` and never after `sizes.maximum` tokens. Only the last
+    chunk may be shorter than the minimum.
     """
     threshold = boundary_threshold(sizes)
     candidates: list[int] = []
     for start, sums in _hash_blocks(tokens):
         candidates += (np.flatnonzero(sums < threshold) + (start + 1)).tolist()
+    if sizes.markers:
+        candidates = sorted({*candidates, *np.flatnonzero(np.isin(tokens, sizes.markers)).tolist()})
     return choose_limits(candidates, len(tokens), sizes)
 
 

@@ -14,18 +14,32 @@ Where vLLM has a prefix cache, all stages and the request itself run in one step
 the blocks of the one before, which that step computes, in the prefix cache. So gaps end at a block's end: the first
 tokens of a run are computed as well. Otherwise they run one after the other, and take over through the store.
 Positions below the carve-out are never reused: the attention sink belongs to the start of the sequence (Irminsul).
+
+A run may consist of chunks that were computed behind different texts. With *boundary recompute*, the first tokens of
+each stretch from one source are computed anew, so that they see what now stands before them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
 
 from ropewalk.kernels.gear import ChunkSizes, chunk_limits
-from ropewalk.kernels.keys import HEAD_LENGTH, Domain, Tokens, chain_key, content_key, head_key, root_key
+from ropewalk.kernels.keys import (
+    HEAD_LENGTH,
+    WINDOW_LENGTH,
+    Domain,
+    Tokens,
+    chain_key,
+    content_key,
+    head_key,
+    root_key,
+    window_offsets,
+)
 
 
 class Chunk(Protocol):
@@ -49,24 +63,31 @@ class ChunkIndex(Protocol):
     def by_chain(self, chain: str) -> Chunk | None: ...
     def by_content(self, content: str) -> Sequence[Chunk]: ...
     def by_head(self, head: str) -> Sequence[Chunk]: ...
+    def by_window(self, window: str) -> Sequence[Chunk]: ...
 
 
 @dataclass(frozen=True)
 class PlannerSettings:
     """`carve_out`: positions below it are never reused. `min_run`: shortest run, in tokens, that is worth a stage.
-    `block_size`: of vLLM's prefix cache, in tokens; None when it has none.
+    `block_size`: of vLLM's prefix cache, in tokens; None when it has none. `boundary`: tokens at the beginning of each
+    stretch from one source that are computed although they are stored. `second_pass`: look misses up once more, in
+    windows of 128 tokens.
     """
 
     chunks: ChunkSizes = field(default_factory=ChunkSizes)
     carve_out: int = 32
     min_run: int = 64
     block_size: int | None = None
+    boundary: int = 0
+    second_pass: bool = True
 
     def __post_init__(self) -> None:
         if self.carve_out < 0:
             raise ValueError(f"carve_out must not be negative, not {self.carve_out!r}")
         if self.min_run < 1:
             raise ValueError(f"min_run must be at least 1, not {self.min_run!r}")
+        if self.boundary < 0:
+            raise ValueError(f"boundary must not be negative, not {self.boundary!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,27 +281,45 @@ def _find_runs(
     """Find the ranges behind the exact prefix that stored chunks can serve, each a list of adjoining segments."""
     last = len(tokens) - 1
     floor = max(exact_end, settings.carve_out)
+    places = {floor, *limits}
+    if settings.second_pass:
+        chunks = zip([0, *limits[:-1]], limits, strict=True)
+        places.update(start + offset for start, end in chunks for offset in window_offsets(end - start))
     runs: list[list[Segment]] = []
-    for candidate in sorted({floor, *limits}):
-        if candidate < floor or candidate >= last:
+    for place in sorted(places):
+        if place < floor or place >= last:
             continue
-        match = _best_match(tokens, tenant, index, limits, candidate, None)
+        match = _best_match(tokens, tenant, index, limits, place, None, settings)
         if match is None:
             continue
-        run = _extend_left(tokens, index, match, candidate, floor)
-        position = candidate
+        run = _extend_left(tokens, index, match, place, floor)
+        position = place
         while match is not None:
             run.append(_segment(match, position))
             position += match.length
-            match = _best_match(tokens, tenant, index, limits, position, match.chunk.chain)
-        gap_start = runs[-1][-1].end if runs else exact_end
-        if settings.block_size is not None and run[0].start > gap_start:
-            run = _from(run, -(-run[0].start // settings.block_size) * settings.block_size)
-        # A run that adjoins the exact prefix costs no stage.
-        if run and (run[-1].end - run[0].start >= settings.min_run or run[0].start == exact_end):
-            runs.append(run)
-            floor = position
+            match = _best_match(tokens, tenant, index, limits, position, match.chunk.chain, settings)
+        floor = position
+        for part in _by_source(run, index) if settings.boundary else [run]:
+            part = _from(part, part[0].start + settings.boundary)
+            gap_start = runs[-1][-1].end if runs else exact_end
+            if part and settings.block_size is not None and part[0].start > gap_start:
+                part = _from(part, -(-part[0].start // settings.block_size) * settings.block_size)
+            # A run that adjoins the exact prefix costs no stage.
+            if part and (part[-1].end - part[0].start >= settings.min_run or part[0].start == exact_end):
+                runs.append(part)
     return runs
+
+
+def _by_source(run: Sequence[Segment], index: ChunkIndex) -> list[list[Segment]]:
+    """Part a run where a chunk was not computed behind the one that now stands before it."""
+    parts = [[run[0]]]
+    for before, segment in pairwise(run):
+        chunk = index.by_chain(segment.chunk)
+        if chunk is not None and chunk.parent == before.chunk and segment.turn == before.turn:
+            parts[-1].append(segment)
+        else:
+            parts.append([segment])
+    return parts
 
 
 def _from(run: Sequence[Segment], start: int) -> list[Segment]:
@@ -294,47 +333,62 @@ def _from(run: Sequence[Segment], start: int) -> list[Segment]:
 
 
 def _best_match(
-    tokens: Tokens, tenant: str, index: ChunkIndex, limits: Sequence[int], position: int, parent: str | None
+    tokens: Tokens,
+    tenant: str,
+    index: ChunkIndex,
+    limits: Sequence[int],
+    position: int,
+    parent: str | None,
+    settings: PlannerSettings,
 ) -> _Match | None:
-    """Return the longest match at `position`: a whole chunk by content, or the beginning of one by its head.
+    """Return the longest match at `position`: a whole chunk by content, else the beginning of one by its head, else one
+    from the middle of a longer chunk by a window.
 
     Among equally long ones: exact before reuse domain, then the one whose left neighbour is `parent`, then the newest.
     """
     last = len(tokens) - 1
     if last - position < HEAD_LENGTH:
         return None
-    candidates: list[Chunk] = []
+    candidates: list[tuple[Chunk, int]] = []
     end = limits[int(np.searchsorted(limits, position, side="right"))]
     if end <= last:
-        candidates.extend(index.by_content(content_key(tenant, tokens[position:end])))
+        candidates.extend((chunk, 0) for chunk in index.by_content(content_key(tenant, tokens[position:end])))
     if not candidates:
-        candidates.extend(index.by_head(head_key(tenant, tokens[position:])))
+        candidates.extend((chunk, 0) for chunk in index.by_head(head_key(tenant, tokens[position:])))
+    window = tokens[position : position + WINDOW_LENGTH]
+    if not candidates and settings.second_pass and position + WINDOW_LENGTH <= last:
+        for chunk in index.by_window(content_key(tenant, window)):
+            candidates.extend((chunk, offset) for offset in window_offsets(len(chunk.tokens)))
     best: _Match | None = None
     best_rank: tuple[int, bool, bool] = (HEAD_LENGTH - 1, True, True)
-    for chunk in candidates:
-        length = _common_prefix(chunk.tokens, tokens[position:last])
+    for chunk, offset in candidates:
+        length = _common_prefix(chunk.tokens[offset:], tokens[position:last])
         rank = (length, chunk.domain == Domain.EXACT, chunk.parent == parent)
         if length >= HEAD_LENGTH and rank > best_rank:
-            best, best_rank = _Match(chunk, 0, length), rank
+            best, best_rank = _Match(chunk, offset, length), rank
     return best
 
 
 def _extend_left(tokens: Tokens, index: ChunkIndex, match: _Match, position: int, floor: int) -> list[Segment]:
-    """Return the segments that reach from `position` back towards `floor` through the match's left neighbours."""
+    """Return the segments that reach from `position` back towards `floor`: what the match's chunk holds left of the
+    match, then its left neighbours.
+    """
     segments: list[Segment] = []
     chunk: Chunk | None = match.chunk
+    end = match.offset
     while position > floor and chunk is not None:
-        source_end = chunk.start
+        common = _common_prefix(chunk.tokens[:end][::-1], tokens[floor:position][::-1])
+        if common:
+            position -= common
+            segments.insert(0, _segment(_Match(chunk, end - common, common), position))
+        if common < end:
+            break
+        source_start = chunk.start
         chunk = index.by_chain(chunk.parent)
-        if chunk is None or chunk.start + len(chunk.tokens) != source_end:
-            break
-        common = _common_prefix(chunk.tokens[::-1], tokens[floor:position][::-1])
-        if common == 0:
-            break
-        position -= common
-        segments.insert(0, _segment(_Match(chunk, len(chunk.tokens) - common, common), position))
-        if common < len(chunk.tokens):
-            break
+        if chunk is not None:
+            end = len(chunk.tokens)
+            if chunk.start + end != source_start:
+                break
     return segments
 
 

@@ -3,6 +3,7 @@
     <root>/<model fingerprint>/<tenant>/objects/<aa>/<chain key>     the chunk
                                        /content/<content key>/<chain key>   empty: chunks with this content
                                        /heads/<head key>/<chain key>        empty: chunks that begin like this
+                                       /windows/<content key>/<chain key>   empty: chunks with this content inside
                                        /quarantine/<chain key>       chunks that failed verification
 
 The file system is the index, so replicas share chunks without a call between them. A marker whose chunk is gone is a
@@ -23,7 +24,7 @@ import torch
 import xxhash
 
 from ropewalk.cluster.store.chunk import ChunkCorrupt, ChunkHeader, read_chunk, read_header, write_chunk
-from ropewalk.kernels.keys import HEAD_LENGTH, head_key
+from ropewalk.kernels.keys import HEAD_LENGTH, WINDOW_LENGTH, content_key, head_key, window_offsets
 
 MAX_VERSIONS = 4
 """Chunks kept for one content (computed behind different left contexts); the least recently used goes first."""
@@ -104,6 +105,10 @@ class NodeStore:
         """Return the chunks listed under a head key, most recently stored first."""
         return self._listed(self.base / "heads" / head)
 
+    def by_window(self, window: str) -> list[ChunkHeader]:
+        """Return the chunks that hold a window with this content key (not at their beginning), newest first."""
+        return self._listed(self.base / "windows" / window)
+
     def read(self, chain: str) -> tuple[ChunkHeader, torch.Tensor]:
         """Read, verify and mark as used: header and rows `[L, n, ...]`, mapped, not to be written to.
 
@@ -144,6 +149,8 @@ class NodeStore:
                 folder = self.base / "heads" / head_key(self.tenant, header.tokens)
                 self._mark(folder, header.chain, MAX_HEADS, drop_chunks=False)
                 self._drop_superseded(header, folder)
+            for folder in _window_folders(self.base, header):
+                self._mark(folder, header.chain, MAX_VERSIONS, drop_chunks=False)
         except OSError:
             self.counters["put_failed"] += 1
             return False
@@ -194,7 +201,7 @@ class NodeStore:
                 continue
             if header.chain != path.name:
                 wrong.append(f"{path.name}: holds chunk {header.chain}")
-        for marker in [*self.base.glob("content/*/*"), *self.base.glob("heads/*/*")]:
+        for marker in [found for kind in ("content", "heads", "windows") for found in self.base.glob(f"{kind}/*/*")]:
             if not marker.name.startswith(".") and not self.contains(marker.name):
                 wrong.append(f"{marker.parent.parent.name}: marker without chunk {marker.name}")
         return wrong
@@ -234,6 +241,8 @@ class NodeStore:
             if same_place and (header.tokens[: len(other)] == other.tokens).all():
                 (heads / other.chain).unlink(missing_ok=True)
                 (self.base / "content" / other.content / other.chain).unlink(missing_ok=True)
+                for folder in _window_folders(self.base, other):
+                    (folder / other.chain).unlink(missing_ok=True)
                 with contextlib.suppress(OSError):
                     os.utime(self._object(other.chain), (0, 0))
 
@@ -274,11 +283,18 @@ def _delete(path: Path) -> None:
         folders = [base / "content" / header.content]
         if len(header) >= HEAD_LENGTH:
             folders.append(base / "heads" / head_key(header.tenant, header.tokens))
+        folders += _window_folders(base, header)
         for folder in folders:
             (folder / header.chain).unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 folder.rmdir()  # refuses while it lists others
     path.unlink(missing_ok=True)
+
+
+def _window_folders(base: Path, header: ChunkHeader) -> list[Path]:
+    """Return the folders that list a chunk by its windows."""
+    windows = (header.tokens[start : start + WINDOW_LENGTH] for start in window_offsets(len(header)))
+    return [base / "windows" / content_key(header.tenant, window) for window in windows]
 
 
 def _by_age(folder: Path) -> list[str]:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ropewalk.kernels.gear import BLOCK, WINDOW, ChunkSizes, chunk_limits, gear_hash, token_weights
@@ -58,6 +58,36 @@ def test_limits_come_back_into_step_behind_a_changed_header(header):
     }
     assert len(plain - shifted) <= 8, "an insertion changes a bounded number of chunks"
     assert {limit for limit in plain if limit > 2000} <= shifted
+
+
+edits = st.lists(
+    st.tuples(st.floats(0, 1), st.integers(0, 200), st.integers(0, 200)), min_size=1, max_size=4
+)  # where, tokens deleted, tokens inserted
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 20_000), edits)
+def test_edits_change_a_bounded_number_of_chunks_however_long_the_text(seed, length, edits):
+    rng = np.random.default_rng(seed)
+    before = rng.integers(0, 50_000, length)
+    after = before
+    for where, deleted, inserted in edits:
+        at = int(where * len(after))
+        after = np.concatenate([after[:at], rng.integers(0, 50_000, inserted), after[at + deleted :]])
+
+    def contents(tokens):
+        return {part.tobytes() for part in np.split(tokens, chunk_limits(tokens, ChunkSizes()))}
+
+    # Limits come back into step with probability one half or so at each chunk.
+    assert len(contents(after) ^ contents(before)) <= 48 * len(edits)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 2000))
+def test_chunks_end_before_markers_wherever_the_minimum_allows(seed, length):
+    tokens = np.random.default_rng(seed).integers(0, 200, length).astype(np.int32)
+    limits = [0, *chunk_limits(tokens, ChunkSizes(markers=(5, 9)))]
+    for place in np.flatnonzero(np.isin(tokens, (5, 9))):
+        assert place in limits or any(0 <= place - limit < 32 for limit in limits)
 
 
 @pytest.mark.parametrize(("minimum", "mean", "maximum"), [(0, 9, 12), (128, 128, 512), (32, 512, 512), (32, 600, 512)])

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from ropewalk.cluster.store.chunk import ChunkHeader
 from ropewalk.kernels.gear import ChunkSizes
-from ropewalk.kernels.keys import HEAD_LENGTH, Domain, as_tokens, content_key, head_key
+from ropewalk.kernels.keys import (
+    HEAD_LENGTH,
+    WINDOW_LENGTH,
+    Domain,
+    as_tokens,
+    content_key,
+    head_key,
+    window_offsets,
+)
 from ropewalk.scheduler.planner import Plan, PlannerSettings, make_plan, pieces
 
 TENANT = "t"
@@ -37,6 +45,16 @@ class MemoryIndex:
 
     def by_head(self, head: str) -> list[ChunkHeader]:
         return [c for c in self.chunks.values() if len(c) >= HEAD_LENGTH and head_key(TENANT, c.tokens) == head]
+
+    def by_window(self, window: str) -> list[ChunkHeader]:
+        return [
+            chunk
+            for chunk in self.chunks.values()
+            if any(
+                content_key(TENANT, chunk.tokens[start : start + WINDOW_LENGTH]) == window
+                for start in window_offsets(len(chunk))
+            )
+        ]
 
 
 def check(plan: Plan, tokens: np.ndarray, index: MemoryIndex, settings: PlannerSettings) -> None:
@@ -79,9 +97,14 @@ parts = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 250)), min_size=1, 
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(parts, st.booleans()), min_size=1, max_size=6), st.sampled_from([None, 16, 128]))
-def test_any_sequence_of_prompts_made_of_shared_parts_gives_sound_plans(prompts, block_size):
-    index, planner = MemoryIndex(), replace(SMALL, block_size=block_size)
+@given(
+    st.lists(st.tuples(parts, st.booleans()), min_size=1, max_size=6),
+    st.sampled_from([None, 16, 128]),
+    st.sampled_from([0, 1, 16, 64]),
+    st.sampled_from([SMALL.chunks, ChunkSizes(mean=300, minimum=256, maximum=400)]),
+)
+def test_any_sequence_of_prompts_made_of_shared_parts_gives_sound_plans(prompts, block_size, boundary, sizes):
+    index, planner = MemoryIndex(), replace(SMALL, block_size=block_size, boundary=boundary, chunks=sizes)
     for spec, reuse in prompts:
         tokens = np.concatenate([words(seed, length) for seed, length in spec])
         if len(tokens):
@@ -183,7 +206,57 @@ def test_a_plan_survives_the_way_through_json():
     assert Plan.from_params(plan.to_params()) == plan
 
 
-@pytest.mark.parametrize("settings_", [{"carve_out": -1}, {"min_run": 0}])
+def edited(tokens: np.ndarray, *positions: int) -> np.ndarray:
+    copy = tokens.copy()
+    copy[list(positions)] += 1
+    return copy
+
+
+def test_misses_are_looked_up_once_more_in_windows():
+    """A chunk edited at both ends has neither its head nor a neighbour's left edge in common with the stored one."""
+    sizes = ChunkSizes(mean=511, minimum=510, maximum=512)
+    index, body = MemoryIndex(), words(1, 1500)
+    serve(as_tokens(np.concatenate([words(2, 64), body])), index, PlannerSettings(sizes), reuse=False)
+    index.save(as_tokens(np.concatenate([words(2, 64), body])), Plan(1564, 0, (), (), ()), PlannerSettings(sizes))
+    stored = next(chunk for chunk in index.chunks.values() if chunk.start > 0 and len(chunk) > 500)
+    middle = edited(stored.tokens, 3, len(stored) - 3)
+    tokens = as_tokens(np.concatenate([words(3, stored.start), middle, words(4, 200)]))
+    once = make_plan(tokens, TENANT, index, PlannerSettings(sizes, second_pass=False), reuse=True)
+    twice = serve(tokens, index, PlannerSettings(sizes), reuse=True)
+    assert once.runs == ()
+    assert twice.runs == ((stored.start + 4, stored.start + len(stored) - 3),)
+
+
+@pytest.mark.parametrize("boundary", [16, 64])
+def test_boundary_recompute_computes_the_beginning_of_each_stretch_from_one_source(boundary):
+    index, planner = MemoryIndex(), PlannerSettings(boundary=boundary)
+    one, two = words(1, 600), words(2, 600)
+    for part in (one, two):
+        serve(as_tokens(np.concatenate([words(9, 64), part])), index, planner, reuse=False)
+    plan = serve(as_tokens(np.concatenate([words(3, 80), one, two, words(4, 20)])), index, planner, reuse=True)
+    (first, first_end), (second, second_end) = plan.runs
+    assert (first, second, second_end) == (80 + boundary, 680 + boundary, 1280)
+    assert 680 - HEAD_LENGTH < first_end <= 680  # a short last chunk is not found
+
+
+def test_chunks_of_one_source_make_one_run_under_boundary_recompute():
+    index, planner, body = MemoryIndex(), PlannerSettings(boundary=16), words(1, 2000)
+    serve(as_tokens(np.concatenate([words(2, 64), body])), index, planner, reuse=False)
+    plan = serve(as_tokens(np.concatenate([words(3, 99), body, words(4, 9)])), index, planner, reuse=True)
+    assert plan.runs == ((99 + 16, 2099),)
+
+
+@pytest.mark.parametrize(("markers", "num_found"), [((7,), 301), ((), 0)])
+def test_markers_let_a_region_begin_and_end_with_a_chunk(markers, num_found):
+    sizes = ChunkSizes(mean=511, minimum=32, maximum=512, markers=markers)
+    index, region = MemoryIndex(), as_tokens(np.concatenate([[7], words(4, 300) + 8, [7]]))
+    for header in (40, 90):
+        tokens = as_tokens(np.concatenate([words(header, header) + 8, region, words(header, 50) + 8]))
+        plan = serve(tokens, index, PlannerSettings(sizes), reuse=True)
+    assert plan.num_reused == num_found
+
+
+@pytest.mark.parametrize("settings_", [{"carve_out": -1}, {"min_run": 0}, {"boundary": -1}])
 def test_impossible_settings_are_refused(settings_):
     with pytest.raises(ValueError, match=next(iter(settings_))):
         PlannerSettings(**settings_)
