@@ -54,13 +54,16 @@ class HttpConfig(_Settings):
 
 
 class ChunkingConfig(_Settings):
-    """How prompts are cut into the chunks of the store, in tokens."""
+    """How prompts are cut into the chunks of the store and put together again, in tokens."""
 
     mean: int = Field(default=128, ge=16)
     minimum: int = Field(default=32, ge=1)
     maximum: int = Field(default=512, ge=1)
     carve_out: int = Field(default=32, ge=0)
     min_run: int | None = Field(default=None, ge=1)
+    boundary_recompute: int | None = Field(default=None, ge=0)
+    second_pass: bool = True
+    markers: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _ordered(self) -> ChunkingConfig:

@@ -40,7 +40,7 @@ MAY_IMPORT_RAY_OR_VLLM = {
 
 # Distributions that come with vLLM, whichever of its builds is installed, or with Ray's `serve` extra.
 COME_WITH_VLLM = {"torch", "transformers", "tokenizers"}
-COME_WITH_RAY_SERVE = {"fastapi", "starlette"}
+COME_WITH_RAY_SERVE = {"fastapi", "prometheus-client", "starlette"}
 LEFT_OUT_OF_THE_LOCK = {"torchvision", "torchaudio", "torchcodec", "llm", "llama-cpp-python"}
 
 

@@ -16,12 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ropewalk.cluster.config import is_cpu_build
-from ropewalk.cluster.engine.request import Mode, RequestReport, RequestSettings
-from ropewalk.cluster.engine.settings import EngineSettings, kv_transfer_config
+from ropewalk.cluster.engine.request import PARAMS_KEY, Mode, RequestReport, RequestSettings
+from ropewalk.cluster.engine.settings import EngineSettings, kv_transfer_config, resolve_markers
 from ropewalk.cluster.models import resolve
 
 BLOCK_SIZE = 32
 TIMEOUT_S = 600
+FORCING = "ropewalk.cluster.bench.forcing:Forcing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,8 @@ class Answer:
     """One answer.
 
     `num_cached` is vLLM's count of cached prompt tokens, less what Ropewalk had to compute. `logprobs` is `[n, V]`
-    float32: for each of the `n` tokens, log-probabilities of the whole vocabulary (`logprobs=True`) or of the tokens
-    asked for (`[n, k]`); else None. `ttft_s` are seconds from the call to the first token. `report` is Ropewalk's.
+    float32, log-probabilities of the whole vocabulary for each of the `n` tokens, if they were asked for. `ttft_s` are
+    seconds from the call to the first token. `report` is Ropewalk's.
     """
 
     token_ids: tuple[int, ...]
@@ -51,8 +52,15 @@ class Engine:
     """An `AsyncLLM` in a thread with its own event loop. `store_root` puts Ropewalk into and around it."""
 
     def __init__(
-        self, model: str, *, store_root: Path | None, settings: dict[str, Any] | None = None, **engine_args: Any
+        self,
+        model: str,
+        *,
+        store_root: Path | None,
+        settings: dict[str, Any] | None = None,
+        forcing: bool = False,
+        **engine_args: Any,
     ) -> None:
+        """Start it: some ten seconds. `settings` are `EngineSettings` beside `store_root`, the rest vLLM's."""
         if is_cpu_build():
             os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
             # vLLM would bind every engine's threads to the same cores.
@@ -63,6 +71,8 @@ class Engine:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self.num_preemptions = 0
         self.store_root = store_root
+        if forcing:
+            engine_args["logits_processors"] = [FORCING]
         self.run(self._start(model, settings or {}, engine_args))
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
@@ -97,9 +107,11 @@ class Engine:
             arguments["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
         if self.store_root is not None:
             values = {"store_root": self.store_root, "store_budget_bytes": 1 << 30} | settings
-            engine_settings = EngineSettings(**values)
+            engine_settings = EngineSettings.model_validate(values)
             arguments["kv_transfer_config"] = kv_transfer_config(engine_settings)
         config = AsyncEngineArgs(**(arguments | engine_args)).create_engine_config()
+        if self.store_root is not None:
+            engine_settings = resolve_markers(engine_settings, config)
         self.vocab_size = int(config.model_config.get_vocab_size())
         self.llm = AsyncLLM.from_vllm_config(config, stat_loggers=[CountPreemptions])
         self.client: Any = self.llm
@@ -129,28 +141,33 @@ class Engine:
         tenant: str = "default",
         max_tokens: int = 8,
         ignore_eos: bool = False,
-        logprobs: bool | Sequence[int] = False,
+        logprobs: bool = False,
+        forced: Sequence[int] = (),
         **settings: Any,
     ) -> Answer:
         """Answer one prompt greedily. `settings` are further fields of `RequestSettings`; plain vLLM ignores them.
 
-        `logprobs` asks for log-probabilities of the whole vocabulary, or of some tokens.
+        `logprobs` asks for log-probabilities of the whole vocabulary. `forced` tokens are said whatever the model would
+        say (the engine must have been started with `forcing=True`).
         """
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
+
+        from ropewalk.cluster.bench.forcing import KEY as FORCED_KEY
 
         asked = RequestSettings(mode=mode, tenant=tenant, **settings)
         params = SamplingParams(
             max_tokens=max_tokens,
             temperature=0.0,
             ignore_eos=ignore_eos,
-            logprobs=-1 if logprobs is True else None,
-            logprob_token_ids=None if isinstance(logprobs, bool) else list(logprobs),
+            logprobs=-1 if logprobs else None,
             flat_logprobs=True,
             detokenize=False,
         )
+        extra: dict[str, Any] = {FORCED_KEY: list(forced)} if forced else {}
         if self.store_root is not None:
-            params.extra_args = {"kv_transfer_params": {"ropewalk": asked.to_params()}}
+            extra["kv_transfer_params"] = {PARAMS_KEY: asked.to_params()}
+        params.extra_args = extra or None
         last: Any = None
         ttft_s = 0.0
         start = time.perf_counter()
@@ -159,10 +176,7 @@ class Engine:
             last = output
         reports = self.client.pop_reports(asked.key) if self.store_root is not None else [None]
         completion = last.outputs[0]
-        found = None
-        if logprobs is not False:
-            wanted = self.vocab_size if logprobs is True else len(logprobs)
-            found = _matrix(completion.logprobs, None if logprobs is True else list(logprobs), wanted)
+        found = _matrix(completion.logprobs, self.vocab_size) if logprobs else None
         return Answer(tuple(completion.token_ids), last.num_cached_tokens or 0, found, ttft_s, reports[0])
 
     def forget_prefixes(self) -> None:
@@ -179,16 +193,9 @@ class Engine:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
 
-def _matrix(flat: Any, wanted: list[int] | None, width: int) -> npt.NDArray[np.float32]:
-    """vLLM's flat log-probabilities as `[n, width]`, by token id or in the order of `wanted`."""
-    rows = np.full((len(flat.start_indices), width), -np.inf, dtype=np.float32)
-    place = None if wanted is None else {token: index for index, token in enumerate(wanted)}
+def _matrix(flat: Any, vocab_size: int) -> npt.NDArray[np.float32]:
+    """vLLM's flat log-probabilities as `[n, V]`."""
+    rows = np.full((len(flat.start_indices), vocab_size), -np.inf, dtype=np.float32)
     for row, first, last in zip(rows, flat.start_indices, flat.end_indices, strict=True):
-        ids, values = flat.token_ids[first:last], flat.logprobs[first:last]
-        if place is None:
-            row[np.asarray(ids)] = values
-        else:
-            for token, value in zip(ids, values, strict=True):
-                if token in place:
-                    row[place[token]] = value
+        row[np.asarray(flat.token_ids[first:last])] = flat.logprobs[first:last]
     return rows

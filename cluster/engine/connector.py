@@ -134,6 +134,7 @@ class _Tracked:
     fallbacks: list[str] = field(default_factory=list)
     group: str = ""
     member: int = 0
+    keep: bool = True
 
 
 @dataclass(slots=True)
@@ -193,6 +194,7 @@ class RopewalkConnector(KVConnectorBase_V1):
             logger.error("Request %s is planned with reuse, but no full block can carry its domain", request.request_id)
             return
         tracked = _Tracked(request, plan, (params["fingerprint"], params["tenant"]), bool(params["is_stage"]))
+        tracked.keep = params.get("keep", True)
         self._tracked[request.request_id] = tracked
         if plan.batched and plan.stages:
             tracked.group, tracked.member = params["group"], params["member"]
@@ -345,7 +347,7 @@ class RopewalkConnector(KVConnectorBase_V1):
         if self._loads_unseen and request.status == RequestStatus.FINISHED_ABORTED:
             num_tokens = 0  # a load of this step, its own or one whose blocks it shares, may have failed
         saving = None
-        if not tracked.is_stage:
+        if tracked.keep and not tracked.is_stage:
             saving = self._queue_save(tracked, num_tokens, block_ids, finished=True)
         returned = {"fallbacks": tracked.fallbacks, "num_failed": tracked.num_failed, "saving": saving}
         return saving is not None, {PARAMS_KEY: returned}

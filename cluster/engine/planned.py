@@ -107,6 +107,7 @@ class PlannedEngine:
             "reuse_refused": self._reuse_refused,
             "turn_error": self._turn_error,
             "block_size": self._block_size,
+            "batched": self._planner.block_size is not None,
             "min_run": self._min_run(),
             "prefill_ms": round(1e3 * self._cost.overhead_s, 2),
             "prefill_us_per_token": round(1e6 * self._cost.per_token_s, 2),
@@ -143,9 +144,10 @@ class PlannedEngine:
             await self.prepare()
         settings = self._take_settings(sampling_params)
         tokens, reason = self._plannable(prompt, sampling_params, kwargs)
-        if settings.tenant != "default" and isinstance(prompt, dict):
+        if (settings.tenant != "default" or not settings.keep) and isinstance(prompt, dict):
             # vLLM's own prefix cache must not be shared between tenants either.
-            prompt = {**prompt, "cache_salt": f"{settings.tenant}/{prompt.get('cache_salt') or ''}"}
+            owner = settings.tenant if settings.keep else f"{settings.tenant}/{uuid.uuid4().hex}"
+            prompt = {**prompt, "cache_salt": f"{owner}/{prompt.get('cache_salt') or ''}"}
         report = RequestReport(mode=settings.mode)
         if tokens is None:
             report.fallbacks.append(reason)
@@ -248,8 +250,12 @@ class PlannedEngine:
         if reuse and self._reuse_refused is not None:
             report.fallbacks.append("reuse_refused")
             reuse = False
+        if reuse and not settings.keep and self._planner.block_size is None:
+            report.fallbacks.append("stages_need_the_store")
+            reuse = False
         store = self._store(settings.tenant)
-        planner = replace(self._planner, min_run=self._min_run())
+        boundary = self._planner.boundary if settings.boundary is None else settings.boundary
+        planner = replace(self._planner, min_run=self._min_run(), boundary=boundary)
         try:
             plan = make_plan(tokens, settings.tenant, store, planner, reuse=reuse)
             first = plan.first_inexact
@@ -313,6 +319,7 @@ class PlannedEngine:
             "fingerprint": self._facts.fingerprint,
             "tenant": settings.tenant,
             "is_stage": is_stage,
+            "keep": settings.keep,
             "group": group,
             "member": member,
         }
@@ -347,8 +354,10 @@ class PlannedEngine:
             # vLLM asks by itself, as for beam search: nobody said that approximate KV will do.
             return RequestSettings(key="", mode="exact")
         settings = RequestSettings.from_params(params)
-        # Wrongly turned KV must not meet anybody's: it lives with a tenant of its own.
-        return settings if settings.rotate else replace(settings, tenant=f"{settings.tenant}/unturned")
+        # Wrongly turned KV must not meet anybody's: unless it is dropped at once, it lives with a tenant of its own.
+        if settings.rotate or not settings.keep:
+            return settings
+        return replace(settings, tenant=f"{settings.tenant}/unturned")
 
     def _plannable(self, prompt: Any, params: SamplingParams, kwargs: dict[str, Any]) -> tuple[Tokens | None, str]:
         """Return the prompt's token ids, or None and the reason why there can be no plan."""

@@ -20,8 +20,11 @@ class RequestSettings:
     `key` names the request between the HTTP layer and the engine and is never shown to a client (empty: nobody asks
     for its report). `mode` is `exact`
     (only KV that equals what a prefill would compute) or `reuse` (position-independent chunks are welcome too). KV is
-    never shared between tenants. `rotate=False` takes reused keys as they were computed, at the wrong positions: the
-    baseline of quality studies, which the HTTP layer never sets.
+    never shared between tenants.
+
+    The rest is for studies of quality, and never set by the HTTP layer. `rotate=False` takes reused keys as they were
+    computed, at the wrong positions. `boundary` overrides how many tokens at the beginning of each reused stretch are
+    computed. `keep=False` leaves nothing behind: what the request computes is neither stored nor found by others.
     """
 
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -31,6 +34,8 @@ class RequestSettings:
     tenant: str = "default"
     explain: bool = False
     rotate: bool = True
+    boundary: int | None = None
+    keep: bool = True
 
     def to_params(self) -> dict[str, Any]:
         """The value of `kv_transfer_params["ropewalk"]`."""

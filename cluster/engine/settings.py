@@ -43,9 +43,13 @@ class EngineSettings(BaseModel):
     save: bool = True
     carve_out: int = Field(32, ge=0)
     min_run: int | None = Field(None, ge=1, description="None: learned from what stages cost")
+    boundary: int | None = Field(None, ge=0, description="None: as the kind of KV needs it")
+    second_pass: bool = True
     chunk_mean: int = 128
     chunk_min: int = 32
     chunk_max: int = 512
+    markers: tuple[str, ...] = Field((), description="tokens before which a chunk ends, as text")
+    marker_ids: tuple[int, ...] = Field((), description="their ids: see `resolve_markers`")
 
     @model_validator(mode="after")
     def _check(self) -> EngineSettings:
@@ -54,8 +58,14 @@ class EngineSettings(BaseModel):
 
     def planner(self) -> PlannerSettings:
         """Return the planner's share. Raises `ValueError` naming what does not fit."""
-        chunks = ChunkSizes(self.chunk_mean, self.chunk_min, self.chunk_max)
-        return PlannerSettings(chunks, self.carve_out, self.min_run or PlannerSettings.min_run)
+        chunks = ChunkSizes(self.chunk_mean, self.chunk_min, self.chunk_max, self.marker_ids)
+        return PlannerSettings(
+            chunks,
+            self.carve_out,
+            self.min_run or PlannerSettings.min_run,
+            boundary=self.boundary or 0,
+            second_pass=self.second_pass,
+        )
 
     def budget(self) -> int:
         """Return the store's budget in bytes."""
@@ -71,6 +81,26 @@ def kv_transfer_config(settings: EngineSettings) -> dict[str, Any]:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {EXTRA_CONFIG_KEY: settings.model_dump(mode="json")},
     }
+
+
+def resolve_markers(settings: EngineSettings, vllm_config: Any) -> EngineSettings:
+    """Look the markers up in the model's tokenizer, before the engine starts, and tell the connector too.
+
+    Mutates `vllm_config`. Raises `ValueError` naming a marker that is not one token of the model.
+    """
+    if not settings.markers:
+        return settings
+    from vllm.tokenizers.registry import cached_tokenizer_from_config
+
+    tokenizer = cached_tokenizer_from_config(vllm_config.model_config)
+    vocabulary = tokenizer.get_vocab()
+    for marker in settings.markers:
+        if marker not in vocabulary:
+            raise ValueError(f"chunking.markers: {marker!r} is not one token of {vllm_config.model_config.model}")
+    resolved = settings.model_copy(update={"marker_ids": tuple(vocabulary[marker] for marker in settings.markers)})
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    extra[EXTRA_CONFIG_KEY] = resolved.model_dump(mode="json")
+    return resolved
 
 
 def settings_of(vllm_config: Any) -> EngineSettings:

@@ -13,7 +13,7 @@ from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 
 from ropewalk.cluster.engine.planned import PlannedEngine, wrap_engine
 from ropewalk.cluster.engine.request import RequestReport
-from ropewalk.cluster.engine.settings import EngineSettings
+from ropewalk.cluster.engine.settings import EngineSettings, resolve_markers
 
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """By its full name: on CPU vLLM takes the short name `uni` for `mp`, as it cannot set OpenMP's environment for a worker
@@ -43,8 +43,9 @@ class AgentEngine(PlainEngine):
         self.planned: PlannedEngine | None = None
 
     def _start_async_llm_engine(self, vllm_engine_args: Any, vllm_engine_config: Any, placement_group: Any) -> Any:
+        settings = resolve_markers(self._settings, vllm_engine_config)
         client = super()._start_async_llm_engine(vllm_engine_args, vllm_engine_config, placement_group)
-        self.planned = wrap_engine(client, vllm_engine_config, self._settings)
+        self.planned = wrap_engine(client, vllm_engine_config, settings)
         return self.planned
 
     async def start(self) -> None:

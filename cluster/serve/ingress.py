@@ -30,6 +30,7 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
+from ropewalk.cluster.serve import metrics
 from ropewalk.cluster.serve.reasons import reasons_of
 from ropewalk.scheduler.actor import SchedulerClient
 from ropewalk.scheduler.state import EMPTY_SNAPSHOT, SchedulerSettings, graph_payload
@@ -142,6 +143,11 @@ class AgentIngress(OpenAiIngress):
             }
         )
 
+    async def metrics(self) -> Response:
+        """Ropewalk's counters and gauges of all replicas, for Prometheus."""
+        report = await self._replicas_with_details()
+        return Response(metrics.render(report["models"]), media_type=metrics.CONTENT_TYPE)
+
     async def _replicas_with_details(self) -> dict[str, Any]:
         report = await self._replicas()
         replicas = [replica for model in report["models"] for replica in model["replicas"]]
@@ -203,6 +209,7 @@ ENDPOINTS = {
     "replicas": lambda app: app.get("/v1/replicas"),
     "agents": lambda app: app.get("/v1/agents"),
     "store": lambda app: app.get("/v1/store"),
+    "metrics": lambda app: app.get("/metrics"),
 }
 
 

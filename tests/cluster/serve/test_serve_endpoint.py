@@ -21,6 +21,7 @@ import httpx
 import openai
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from ropewalk.cluster.cli import main
 from ropewalk.cluster.config import parse_config
@@ -298,6 +299,16 @@ def test_the_store_and_health_routes_answer(http: httpx.Client) -> None:
     [model] = http.get("/v1/store").json()["models"]
     assert len(model["replicas"]) == 2
     assert all(replica["store"]["budget_bytes"] > 0 for replica in model["replicas"])
+
+
+def test_metrics_are_served_for_prometheus(http: httpx.Client) -> None:
+    answer = http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    samples = [s for family in text_string_to_metric_families(answer.text) for s in family.samples]
+    errors = {s.labels["replica"]: s.value for s in samples if s.name == "ropewalk_turn_error"}
+    assert len(errors) == 2
+    assert all(0 < error < 1.5e-2 for error in errors.values())
+    assert sum(s.value for s in samples if s.name == "ropewalk_prompt_tokens_total") > 0
 
 
 def test_status_shows_models_replicas_store_and_agents(
