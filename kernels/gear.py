@@ -18,6 +18,9 @@ WINDOW = 64
 """Tokens that one hash value depends on: the width of the 64-bit hash, since it shifts by one bit a token."""
 
 
+ANCHOR_WINDOW, ANCHOR_SPACING = 16, 32
+"""Tokens that an anchor depends on, and mean distance of anchors in tokens."""
+
 BLOCK = 16_384
 """Tokens hashed at a time: the two 128-KiB arrays of a block stay in a core's L2 cache through all steps."""
 
@@ -91,6 +94,18 @@ def chunk_limits(tokens: npt.NDArray[np.integer], sizes: ChunkSizes) -> list[int
     if sizes.markers:
         candidates = sorted({*candidates, *np.flatnonzero(np.isin(tokens, sizes.markers)).tolist()})
     return choose_limits(candidates, len(tokens), sizes)
+
+
+def anchors(tokens: npt.NDArray[np.integer]) -> list[int]:
+    """Return where, inside a chunk or a prompt, a second look-up may begin: ascending, about every 32 tokens.
+
+    The low bits of the hash depend on few tokens, so that an anchor survives any edit that is not within 16 tokens.
+    """
+    found: list[int] = []
+    for start, sums in _hash_blocks(tokens):
+        is_anchor = (sums & np.uint64((1 << ANCHOR_WINDOW) - 1)) < np.uint64((1 << ANCHOR_WINDOW) // ANCHOR_SPACING)
+        found += (np.flatnonzero(is_anchor) + (start + 1)).tolist()
+    return found[bisect_left(found, ANCHOR_WINDOW) :]
 
 
 def boundary_threshold(sizes: ChunkSizes) -> np.uint64:

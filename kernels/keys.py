@@ -14,9 +14,6 @@ import xxhash
 HEAD_LENGTH = 32
 """Tokens that a head key covers: the minimum chunk length, so that every whole chunk has one."""
 
-WINDOW_LENGTH = 128
-"""Tokens of the fixed windows that a chunk is cut into for the second pass over misses (Irminsul, S1)."""
-
 Tokens = npt.NDArray[np.int32]
 
 
@@ -59,8 +56,3 @@ def head_key(tenant: str, tokens: Tokens) -> str:
     """Return the key of the first `HEAD_LENGTH` tokens; finds chunks that begin alike. `tokens` must be as long."""
     assert len(tokens) >= HEAD_LENGTH
     return _digest(b"head", tenant.encode(), tokens[:HEAD_LENGTH].tobytes())
-
-
-def window_offsets(num_tokens: int) -> range:
-    """Return where the windows of a chunk begin that a key of their own finds: the first one has the head key."""
-    return range(WINDOW_LENGTH, num_tokens - WINDOW_LENGTH + 1, WINDOW_LENGTH)

@@ -28,18 +28,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ropewalk.kernels.gear import ChunkSizes, chunk_limits
-from ropewalk.kernels.keys import (
-    HEAD_LENGTH,
-    WINDOW_LENGTH,
-    Domain,
-    Tokens,
-    chain_key,
-    content_key,
-    head_key,
-    root_key,
-    window_offsets,
-)
+from ropewalk.kernels.gear import ChunkSizes, anchors, chunk_limits
+from ropewalk.kernels.keys import HEAD_LENGTH, Domain, Tokens, chain_key, content_key, head_key, root_key
 
 
 class Chunk(Protocol):
@@ -63,15 +53,15 @@ class ChunkIndex(Protocol):
     def by_chain(self, chain: str) -> Chunk | None: ...
     def by_content(self, content: str) -> Sequence[Chunk]: ...
     def by_head(self, head: str) -> Sequence[Chunk]: ...
-    def by_window(self, window: str) -> Sequence[Chunk]: ...
+    def by_anchor(self, head: str) -> Sequence[Chunk]: ...
 
 
 @dataclass(frozen=True)
 class PlannerSettings:
     """`carve_out`: positions below it are never reused. `min_run`: shortest run, in tokens, that is worth a stage.
     `block_size`: of vLLM's prefix cache, in tokens; None when it has none. `boundary`: tokens at the beginning of each
-    stretch from one source that are computed although they are stored. `second_pass`: look misses up once more, in
-    windows of 128 tokens.
+    stretch from one source that are computed although they are stored. `second_pass`: look misses up once more,
+    at anchors inside chunks.
     """
 
     chunks: ChunkSizes = field(default_factory=ChunkSizes)
@@ -283,8 +273,7 @@ def _find_runs(
     floor = max(exact_end, settings.carve_out)
     places = {floor, *limits}
     if settings.second_pass:
-        chunks = zip([0, *limits[:-1]], limits, strict=True)
-        places.update(start + offset for start, end in chunks for offset in window_offsets(end - start))
+        places.update(anchors(tokens))
     runs: list[list[Segment]] = []
     for place in sorted(places):
         if place < floor or place >= last:
@@ -292,8 +281,11 @@ def _find_runs(
         match = _best_match(tokens, tenant, index, limits, place, None, settings)
         if match is None:
             continue
-        run = _extend_left(tokens, index, match, place, floor)
-        position = place
+        run, position = _extend_left(tokens, index, match, place, floor), place
+        if run and run[-1].chunk == match.chunk.chain:  # a match in the middle of a chunk
+            position = run.pop().start
+            more = place - position
+            match = _Match(match.chunk, match.offset - more, match.length + more)
         while match is not None:
             run.append(_segment(match, position))
             position += match.length
@@ -341,8 +333,8 @@ def _best_match(
     parent: str | None,
     settings: PlannerSettings,
 ) -> _Match | None:
-    """Return the longest match at `position`: a whole chunk by content, else the beginning of one by its head, else one
-    from the middle of a longer chunk by a window.
+    """Return the longest match at `position`: a whole chunk by content, else the beginning of one by its head, else
+    what stands in the middle of one by an anchor.
 
     Among equally long ones: exact before reuse domain, then the one whose left neighbour is `parent`, then the newest.
     """
@@ -355,10 +347,10 @@ def _best_match(
         candidates.extend((chunk, 0) for chunk in index.by_content(content_key(tenant, tokens[position:end])))
     if not candidates:
         candidates.extend((chunk, 0) for chunk in index.by_head(head_key(tenant, tokens[position:])))
-    window = tokens[position : position + WINDOW_LENGTH]
-    if not candidates and settings.second_pass and position + WINDOW_LENGTH <= last:
-        for chunk in index.by_window(content_key(tenant, window)):
-            candidates.extend((chunk, offset) for offset in window_offsets(len(chunk.tokens)))
+    if not candidates and settings.second_pass:
+        head = tokens[position : position + HEAD_LENGTH]
+        for chunk in index.by_anchor(head_key(tenant, head)):
+            candidates.extend((chunk, offset) for offset in _find(chunk.tokens, head))
     best: _Match | None = None
     best_rank: tuple[int, bool, bool] = (HEAD_LENGTH - 1, True, True)
     for chunk, offset in candidates:
@@ -395,6 +387,12 @@ def _extend_left(tokens: Tokens, index: ChunkIndex, match: _Match, position: int
 def _segment(match: _Match, position: int) -> Segment:
     turn = position - (match.chunk.start + match.offset)
     return Segment(position, position + match.length, match.chunk.chain, match.offset, turn, reused=True)
+
+
+def _find(tokens: Tokens, part: Tokens) -> list[int]:
+    """Return where `part` stands in `tokens`."""
+    starts = np.flatnonzero(tokens[: len(tokens) - len(part) + 1] == part[0]).tolist()
+    return [start for start in starts if np.array_equal(tokens[start : start + len(part)], part)]
 
 
 def _common_prefix(a: Tokens, b: Tokens) -> int:

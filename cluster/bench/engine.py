@@ -126,11 +126,15 @@ class Engine:
 
     def ask_together(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[Answer]:
         """Answer several prompts, sent in one moment."""
+        return self.gather([self.ask_async(tokens, **options) for tokens in prompts])
 
-        async def gather() -> list[Answer]:
-            return await asyncio.gather(*(self.ask_async(tokens, **options) for tokens in prompts))
+    def gather(self, work: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:
+        """Run several calls of `ask_async` at once."""
 
-        answers: list[Answer] = self.run(gather())
+        async def gathered() -> list[Answer]:
+            return await asyncio.gather(*work)
+
+        answers: list[Answer] = self.run(gathered())
         return answers
 
     async def ask_async(

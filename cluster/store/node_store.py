@@ -3,7 +3,7 @@
     <root>/<model fingerprint>/<tenant>/objects/<aa>/<chain key>     the chunk
                                        /content/<content key>/<chain key>   empty: chunks with this content
                                        /heads/<head key>/<chain key>        empty: chunks that begin like this
-                                       /windows/<content key>/<chain key>   empty: chunks with this content inside
+                                       /anchors/<head key>/<chain key>     empty: chunks that hold this behind an anchor
                                        /quarantine/<chain key>       chunks that failed verification
 
 The file system is the index, so replicas share chunks without a call between them. A marker whose chunk is gone is a
@@ -24,13 +24,17 @@ import torch
 import xxhash
 
 from ropewalk.cluster.store.chunk import ChunkCorrupt, ChunkHeader, read_chunk, read_header, write_chunk
-from ropewalk.kernels.keys import HEAD_LENGTH, WINDOW_LENGTH, content_key, head_key, window_offsets
+from ropewalk.kernels.gear import anchors
+from ropewalk.kernels.keys import HEAD_LENGTH, head_key
 
 MAX_VERSIONS = 4
 """Chunks kept for one content (computed behind different left contexts); the least recently used goes first."""
 
 MAX_HEADS = 16
 """Chunks listed under one head. Chat templates make many chunks begin alike; a longer list would slow every look-up."""
+
+MAX_ANCHORS = 16
+"""Anchors under which a chunk is listed: repetitive text may have one at every token."""
 
 HEADER_CACHE = 4096
 """Headers remembered in the process. Chunks never change, so a remembered header stays true while its file exists."""
@@ -105,9 +109,9 @@ class NodeStore:
         """Return the chunks listed under a head key, most recently stored first."""
         return self._listed(self.base / "heads" / head)
 
-    def by_window(self, window: str) -> list[ChunkHeader]:
-        """Return the chunks that hold a window with this content key (not at their beginning), newest first."""
-        return self._listed(self.base / "windows" / window)
+    def by_anchor(self, head: str) -> list[ChunkHeader]:
+        """Return the chunks that hold, behind an anchor, what has this head key, newest first."""
+        return self._listed(self.base / "anchors" / head)
 
     def read(self, chain: str) -> tuple[ChunkHeader, torch.Tensor]:
         """Read, verify and mark as used: header and rows `[L, n, ...]`, mapped, not to be written to.
@@ -149,7 +153,7 @@ class NodeStore:
                 folder = self.base / "heads" / head_key(self.tenant, header.tokens)
                 self._mark(folder, header.chain, MAX_HEADS, drop_chunks=False)
                 self._drop_superseded(header, folder)
-            for folder in _window_folders(self.base, header):
+            for folder in _anchor_folders(self.base, header):
                 self._mark(folder, header.chain, MAX_VERSIONS, drop_chunks=False)
         except OSError:
             self.counters["put_failed"] += 1
@@ -201,7 +205,7 @@ class NodeStore:
                 continue
             if header.chain != path.name:
                 wrong.append(f"{path.name}: holds chunk {header.chain}")
-        for marker in [found for kind in ("content", "heads", "windows") for found in self.base.glob(f"{kind}/*/*")]:
+        for marker in [found for kind in ("content", "heads", "anchors") for found in self.base.glob(f"{kind}/*/*")]:
             if not marker.name.startswith(".") and not self.contains(marker.name):
                 wrong.append(f"{marker.parent.parent.name}: marker without chunk {marker.name}")
         return wrong
@@ -241,7 +245,7 @@ class NodeStore:
             if same_place and (header.tokens[: len(other)] == other.tokens).all():
                 (heads / other.chain).unlink(missing_ok=True)
                 (self.base / "content" / other.content / other.chain).unlink(missing_ok=True)
-                for folder in _window_folders(self.base, other):
+                for folder in _anchor_folders(self.base, other):
                     (folder / other.chain).unlink(missing_ok=True)
                 with contextlib.suppress(OSError):
                     os.utime(self._object(other.chain), (0, 0))
@@ -283,7 +287,7 @@ def _delete(path: Path) -> None:
         folders = [base / "content" / header.content]
         if len(header) >= HEAD_LENGTH:
             folders.append(base / "heads" / head_key(header.tenant, header.tokens))
-        folders += _window_folders(base, header)
+        folders += _anchor_folders(base, header)
         for folder in folders:
             (folder / header.chain).unlink(missing_ok=True)
             with contextlib.suppress(OSError):
@@ -291,10 +295,10 @@ def _delete(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def _window_folders(base: Path, header: ChunkHeader) -> list[Path]:
-    """Return the folders that list a chunk by its windows."""
-    windows = (header.tokens[start : start + WINDOW_LENGTH] for start in window_offsets(len(header)))
-    return [base / "windows" / content_key(header.tenant, window) for window in windows]
+def _anchor_folders(base: Path, header: ChunkHeader) -> set[Path]:
+    """Return the folders that list a chunk by what stands in it."""
+    starts = [start for start in anchors(header.tokens) if start + HEAD_LENGTH <= len(header)][:MAX_ANCHORS]
+    return {base / "anchors" / head_key(header.tenant, header.tokens[start:]) for start in starts}
 
 
 def _by_age(folder: Path) -> list[str]:

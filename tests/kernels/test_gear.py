@@ -5,7 +5,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ropewalk.kernels.gear import BLOCK, WINDOW, ChunkSizes, chunk_limits, gear_hash, token_weights
+from ropewalk.kernels.gear import (
+    ANCHOR_WINDOW,
+    BLOCK,
+    WINDOW,
+    ChunkSizes,
+    anchors,
+    chunk_limits,
+    gear_hash,
+    token_weights,
+)
 
 tokens_strategy = st.lists(st.integers(0, 200_000), max_size=700).map(lambda t: np.array(t, dtype=np.int32))
 
@@ -80,6 +89,16 @@ def test_edits_change_a_bounded_number_of_chunks_however_long_the_text(seed, len
 
     # Limits come back into step with probability one half or so at each chunk.
     assert len(contents(after) ^ contents(before)) <= 48 * len(edits)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 400), st.integers(0, 100))
+def test_anchors_depend_on_sixteen_tokens_only(seed, length, before):
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, 50_000, length)
+    found = anchors(tokens)
+    assert all(ANCHOR_WINDOW <= start <= length for start in found)
+    shifted = anchors(np.concatenate([rng.integers(0, 50_000, before), tokens]))
+    assert [start - before for start in shifted if start - before >= ANCHOR_WINDOW] == found
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 2000))
