@@ -12,6 +12,7 @@ miss. Everything here tolerates files that vanish at any moment, the whole root 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 from collections import Counter, OrderedDict
@@ -144,8 +145,8 @@ class NodeStore:
                 folder = self.base / "heads" / head_key(self.tenant, header.tokens)
                 self._mark(folder, header.chain, MAX_HEADS, drop_chunks=False)
                 self._drop_superseded(header, folder)
-        except OSError:
-            self.counters["put_failed"] += 1
+        except OSError as error:
+            self.counters["put_no_space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "put_failed"] += 1
             return False
         self.counters["puts"] += 1
         return True

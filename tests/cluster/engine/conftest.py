@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import threading
+import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -84,6 +85,8 @@ class Engine:
             await self.client.prepare()
 
     def ask(self, tokens: Sequence[int], **options: Any) -> Answer:
+        """Ask when everything answered before is stored: what a request finds is no matter of luck."""
+        self.settle()
         return self._run(self._ask(tokens, **options))
 
     def ask_together(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[Answer]:
@@ -122,12 +125,15 @@ class Engine:
         return Answer(tuple(output.outputs[0].token_ids), output.num_cached_tokens or 0, first, reports[0])
 
     def forget_prefixes(self) -> None:
-        """Empty vLLM's own prefix cache."""
-        assert self._run(self.llm.reset_prefix_cache())
+        """Empty vLLM's own prefix cache, once no request's blocks are held for saving."""
+        deadline = time.monotonic() + 30
+        while not self._run(self.llm.reset_prefix_cache()):
+            assert time.monotonic() < deadline, "blocks are held for ever"
 
     def settle(self) -> None:
         """Wait until what was answered is stored."""
-        self._run(self.client.wait_for_saves())
+        if self.store_root is not None:
+            self._run(self.client.wait_for_saves())
 
     def stop(self) -> None:
         self.llm.shutdown()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +38,9 @@ class Layout:
         for part in parts:
             self.numbers[:, part.slots] = part.rows
 
+    def fence(self) -> Any:
+        return nullcontext()
+
 
 class Harness:
     """A connector with a store, and the calls of one scheduler step."""
@@ -57,7 +62,7 @@ class Harness:
         self.layout = self.connector._layout = Layout()
         self.store = NodeStore(self.settings.store_root, "model-r0", "t", 1 << 26)
         self.evicted: set[int] = set()
-        self.connector.bind_gpu_block_pool(SimpleNamespace(evict_blocks=self.evicted.update))
+        self.connector.bind_gpu_block_pool(SimpleNamespace(evict_blocks=self.evicted.update, num_gpu_blocks=200))
 
     def fill(self, tokens: np.ndarray) -> None:
         """Store a prompt's chunks as an exact prefill would have left them."""
@@ -121,7 +126,16 @@ class Harness:
         )
 
     def save_finished(self) -> Any:
-        """Run the empty step that saves finished requests."""
+        """Run empty steps, as vLLM does while it holds blocks, until nothing is held; return the last one's output."""
+        deadline = time.monotonic() + 30
+        while True:
+            output = self._empty_step()
+            self.connector.update_connector_output(output)
+            if not self.connector._queue._held:
+                return output
+            assert time.monotonic() < deadline, "blocks are held for ever"
+
+    def _empty_step(self) -> Any:
         output = SimpleNamespace(
             kv_connector_block_state=None,
             scheduled_new_reqs=[],
@@ -143,7 +157,9 @@ class Harness:
 
 @pytest.fixture
 def harness(tmp_path):
-    return Harness(tmp_path)
+    harness = Harness(tmp_path)
+    yield harness
+    harness.connector.shutdown()
 
 
 def words(seed: int, count: int) -> np.ndarray:
