@@ -85,6 +85,8 @@ class StandardLayout:
     def fence(self) -> AbstractContextManager[None]:
         device = self._caches[0].device
         if device.type != "cuda":
+            if device.type != "cpu":
+                torch.accelerator.synchronize()
             return contextlib.nullcontext()
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

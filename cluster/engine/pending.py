@@ -12,7 +12,7 @@ from ropewalk.cluster.store.node_store import NodeStore
 from ropewalk.kernels.gear import ChunkSizes, chunk_limits
 from ropewalk.kernels.keys import HEAD_LENGTH, Tokens, head_key
 
-GIVEN_UP_S = 2.0
+GIVEN_UP_S = 3.0
 """Seconds after which a save is taken to be lost: dropped by the engine, refused by the store, or evicted again."""
 
 MAX_PENDING = 256

@@ -24,7 +24,7 @@ from ropewalk.cluster.store.node_store import NodeStore
 
 logger = logging.getLogger(__name__)
 
-MAX_HOLD_S = 1.0
+MAX_HOLD_S = 2.0
 """Seconds that a request's blocks are held to be saved. A store that hangs costs saves, not the engine's cache."""
 
 MAX_WAITING = 1024
