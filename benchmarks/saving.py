@@ -5,7 +5,8 @@
 Two engines of SmolLM2-135M serve the same fresh prompts in exact mode, so that nothing is found and everything is
 saved. They take turns, one round each and the first of a pair changing each time, so that drift of the machine meets
 both alike; the one whose turn it is not is idle. A ratio compares the two rounds of a pair: median and quartiles over
-the pairs. `--starts` repeats it all with new engines, for two processes of the same program differ by a per cent or two.
+the pairs. `--starts` repeats it all with new engines, for two processes of the same program differ by a per cent or
+two.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ NUM_BLOCKS = 60
 @pytest.fixture(scope="module")
 def engine(start_engines, new_store) -> Engine:
     """Small enough that two prompts of 250 tokens may not wait to be saved together."""
-    (engine,) = start_engines(MODEL, new_store(), dtype="bfloat16", num_gpu_blocks_override=NUM_BLOCKS)
+    arguments = {"dtype": "bfloat16", "max_model_len": 1024, "num_gpu_blocks_override": NUM_BLOCKS}
+    (engine,) = start_engines(MODEL, new_store(), **arguments)
     return engine
 
 
