@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -369,3 +370,31 @@ def test_domains_name_their_chunks_apart(harness):
     domains = {p.start: p.domain for p in pieces(tokens, "t", harness.settings.planner().chunks, plan.runs)}
     assert {domain for start, domain in domains.items() if start < 400} == {Domain.EXACT}
     assert {domain for start, domain in domains.items() if start >= 1000} == {Domain.REUSE}
+
+
+def test_what_was_saved_is_told_with_a_later_answer(harness):
+    def finish(seed: int) -> dict[str, Any]:
+        request = harness.request(words(seed, 300), Plan(300, 0, (), (), ()), is_stage=False)
+        harness.schedule(request)
+        harness.connector.update_connector_output(harness.forward())
+        _, returned = harness.connector.request_finished(request, list(range(1, 11)))
+        harness.save_finished()
+        return returned["ropewalk"]
+
+    first = finish(1)
+    assert "saved_chunks" not in first["counters"]
+    harness.connector._saver.close()  # the last chunk is stored behind the release of its blocks
+    later = finish(2)
+    assert later["engine"] == first["engine"]
+    assert later["counters"]["saved_chunks"] == later["counters"]["store_puts"] > 0
+
+
+def test_what_ranks_count_adds_up_and_the_earliest_failure_counts():
+    from ropewalk.cluster.engine.connector import RopewalkWorkerMetadata
+
+    one = RopewalkWorkerMetadata({"a": ("chunk_missing", 64)}, Counter(saved_chunks=2))
+    other = RopewalkWorkerMetadata({"a": ("chunk_corrupt", 32), "b": ("load_failed", 0)}, Counter(saved_chunks=3))
+    both = one.aggregate(other)
+    assert both.counters == Counter(saved_chunks=5)
+    assert both.failures == {"a": ("chunk_corrupt", 32), "b": ("load_failed", 0)}
+    assert both.aggregate(RopewalkWorkerMetadata()).counters == both.counters
