@@ -90,9 +90,10 @@ class Turns:
         return angles.cos().float(), angles.sin().float(), lines.int()
 
 
-def move(sources: Sequence[Rows], target: Rows, turns: Turns | None = None) -> None:
+def move(sources: Sequence[Rows], target: Rows, turns: Turns | None = None, *, max_threads: int | None = None) -> None:
     """Copy the sources' rows, one source after the other, to `target`, keys turned. Mutates the target's layers.
 
+    On CPUs, `max_threads` bounds the threads that share the work; None: as many as torch has.
     Sources and target have the same layers, heads, width and dtype, and do not overlap. Raises `ValueError` when their
     numbers do not fit together.
     """
@@ -107,7 +108,7 @@ def move(sources: Sequence[Rows], target: Rows, turns: Turns | None = None) -> N
     if target.device.type == "cpu" and target.dtype in (torch.bfloat16, torch.float16, torch.float32):
         from ropewalk.kernels.splice_cpu import move_on_cpu
 
-        move_on_cpu(sources, target, turns)
+        move_on_cpu(sources, target, turns, max_threads)
         return
     move_reference(sources, target, turns)
 

@@ -228,12 +228,13 @@ def move_packed(
     turns: Turns | None,
     *,
     to_packed: bool,
+    max_threads: int | None = None,
 ) -> None:
     """Move rows to or from paged caches whose blocks are permuted. Mutates the caches, or the rows.
 
     `caches` holds one `[N, H, B, C]` a layer, contiguous. Number `c` of slot `b` lies at element `places[b, c]` of a
     block's `B * C` (of one head). `plain` are the rows for `slots`, one after the other. Keys, the first numbers of a
-    row, are turned on the way in.
+    row, are turned on the way in. At most `max_threads` share the work; None: as many as torch has.
     """
     first = caches[0]
     num_layers, block_size = len(caches), first.shape[2]
@@ -253,7 +254,7 @@ def move_packed(
         np.empty(0, dtype=DTYPES[first.dtype]),
     )
     num_bytes = num_layers * len(slots) * first.shape[1] * first.shape[3] * first.dtype.itemsize
-    _share_out(lambda start, end: _move_packed_layers(start, end, *arguments), num_layers, num_bytes)
+    _share_out(lambda start, end: _move_packed_layers(start, end, *arguments), num_layers, num_bytes, max_threads)
 
 
 def _row_tables(rows: Sequence[Rows]) -> tuple[Array, Array, Array, Array]:
@@ -275,9 +276,9 @@ def _turn_table(turns: Turns | None, num_tokens: int) -> tuple[Array, Array, Arr
     return cosines, sines, lines, (sines != 0).any(axis=1) | (cosines != 1).any(axis=1)
 
 
-def _share_out(work: Callable[[int, int], None], num_layers: int, num_bytes: int) -> None:
+def _share_out(work: Callable[[int, int], None], num_layers: int, num_bytes: int, max_threads: int | None) -> None:
     """Run `work(first, last)` over all layers, on as many of torch's threads as the amount is worth."""
-    num_threads = max(1, min(torch.get_num_threads(), num_layers, num_bytes // BYTES_A_THREAD))
+    num_threads = max(1, min(max_threads or torch.get_num_threads(), num_layers, num_bytes // BYTES_A_THREAD))
     limits = [num_layers * i // num_threads for i in range(num_threads + 1)]
     if num_threads == 1:
         work(0, num_layers)
@@ -286,7 +287,7 @@ def _share_out(work: Callable[[int, int], None], num_layers: int, num_bytes: int
         list(pool.map(work, limits[:-1], limits[1:]))
 
 
-def move_on_cpu(sources: Sequence[Rows], target: Rows, turns: Turns | None) -> None:
+def move_on_cpu(sources: Sequence[Rows], target: Rows, turns: Turns | None, max_threads: int | None = None) -> None:
     """See `ropewalk.kernels.splice.move`; dtypes are those of `DTYPES`. Layers are shared out among torch's threads."""
     start = turns.start if turns is not None else 0
     arguments = (
@@ -304,4 +305,4 @@ def move_on_cpu(sources: Sequence[Rows], target: Rows, turns: Turns | None) -> N
     )
     num_layers = len(target.layers)
     num_bytes = num_layers * len(target) * target.num_heads * target.width * target.dtype.itemsize
-    _share_out(lambda first, last: _move_layers(first, last, *arguments), num_layers, num_bytes)
+    _share_out(lambda first, last: _move_layers(first, last, *arguments), num_layers, num_bytes, max_threads)

@@ -120,7 +120,10 @@ class Engine:
             await self.client.prepare()
 
     def ask(self, tokens: Sequence[int], **options: Any) -> Answer:
-        """Answer one prompt; options as `ask_async`."""
+        """Answer one prompt; options as `ask_async`. What was answered before is stored by then, so that what a request
+        finds is no matter of luck.
+        """
+        self.settle()
         answer: Answer = self.run(self.ask_async(tokens, **options))
         return answer
 
@@ -184,12 +187,15 @@ class Engine:
         return Answer(tuple(completion.token_ids), last.num_cached_tokens or 0, found, ttft_s, reports[0])
 
     def forget_prefixes(self) -> None:
-        """Empty vLLM's own prefix cache."""
-        assert self.run(self.llm.reset_prefix_cache())
+        """Empty vLLM's own prefix cache, once no request's blocks are held for saving."""
+        deadline = time.monotonic() + 30
+        while not self.run(self.llm.reset_prefix_cache()):
+            assert time.monotonic() < deadline, "blocks are held for ever"
 
     def settle(self) -> None:
         """Wait until what was answered is stored."""
-        self.run(self.client.wait_for_saves())
+        if self.store_root is not None:
+            self.run(self.client.wait_for_saves())
 
     def stop(self) -> None:
         """End the engine and its thread."""

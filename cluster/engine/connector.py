@@ -1,7 +1,8 @@
 """vLLM's KV connector for Ropewalk: takes planned chunks into the paged cache, saves what was computed.
 
 The scheduler half follows each request's plan; the worker half moves rows. A request without our parameters is not
-touched. Nothing here decides what to reuse: the plan does (`ropewalk.scheduler.planner`).
+touched. Nothing here decides what to reuse: the plan does (`ropewalk.scheduler.planner`). What is saved is decided in
+`saves.py`, and written in `saver.py`.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections import OrderedDict
+import uuid
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -29,11 +30,13 @@ from vllm.v1.request import RequestStatus
 from ropewalk.cluster.engine.facts import engine_facts
 from ropewalk.cluster.engine.layouts import KvLayout, StoredRows, UnsupportedLayout, find_layout
 from ropewalk.cluster.engine.request import PARAMS_KEY
+from ropewalk.cluster.engine.saver import Saver, save_part
+from ropewalk.cluster.engine.saves import HELD_SHARE, Save, SaveQueue, Slots, slots_of
 from ropewalk.cluster.engine.settings import settings_of
-from ropewalk.cluster.store.chunk import ChunkCorrupt, ChunkHeader
-from ropewalk.cluster.store.node_store import NodeStore
-from ropewalk.kernels.keys import HEAD_LENGTH, Domain, Tokens, as_tokens, content_key
-from ropewalk.scheduler.planner import Piece, Plan, pieces
+from ropewalk.cluster.engine.stores import OpenStores, Place
+from ropewalk.cluster.store.chunk import ChunkCorrupt
+from ropewalk.kernels.keys import Tokens, as_tokens
+from ropewalk.scheduler.planner import Plan
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
@@ -48,17 +51,8 @@ logger = logging.getLogger(__name__)
 
 DOMAIN_SALT = b"ropewalk/reuse"
 
-MAX_TENANTS = 256
-"""Models and tenants whose stores a process keeps open."""
-
 GATHER_S = 0.1
 """Seconds that the first requests of a batched plan wait for the others, which were sent in the same moment."""
-
-Slots = npt.NDArray[np.int64]
-
-Place = tuple[str, str]
-"""Model fingerprint and tenant: where chunks lie. The planning process names both, since vLLM's model classes change
-their configuration while they load, so that an engine process would compute another fingerprint."""
 
 
 @dataclass(slots=True)
@@ -83,39 +77,29 @@ class Load:
     block_ids: list[int]
 
 
-@dataclass(slots=True)
-class SavePart:
-    header: ChunkHeader
-    slots: Slots
-
-
-@dataclass(slots=True)
-class Save:
-    """Chunks of one request. `finished`: its blocks are held until the worker reports that they are saved."""
-
-    request_id: str
-    place: Place
-    parts: list[SavePart]
-    finished: bool
-
-
 @dataclass
 class RopewalkMetadata(KVConnectorMetadata):
+    """`stage_saves` are stored in the step that computes them; `saves` are those of finished requests."""
+
     loads: list[Load] = field(default_factory=list)
+    stage_saves: list[Save] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
 
 
 @dataclass
 class RopewalkWorkerMetadata(KVConnectorWorkerMetadata):
-    """Failed loads by request: the reason, and the first position that has no KV."""
+    """Failed loads by request: the reason, and the first position that has no KV. And what was counted since the
+    last step.
+    """
 
     failures: dict[str, tuple[str, int]] = field(default_factory=dict)
+    counters: Counter[str] = field(default_factory=Counter)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RopewalkWorkerMetadata:
         assert isinstance(other, RopewalkWorkerMetadata)
         both = self.failures.keys() & other.failures.keys()
         first = {key: min(self.failures[key], other.failures[key], key=lambda failure: failure[1]) for key in both}
-        return RopewalkWorkerMetadata({**self.failures, **other.failures, **first})
+        return RopewalkWorkerMetadata({**self.failures, **other.failures, **first}, self.counters + other.counters)
 
 
 @dataclass(slots=True)
@@ -156,7 +140,7 @@ class RopewalkConnector(KVConnectorBase_V1):
         self._refused = self._facts.refused
         self._budget = self._settings.budget()
         self._block_size: int = vllm_config.cache_config.block_size
-        self._stores: OrderedDict[Place, NodeStore] = OrderedDict()
+        self._stores = OpenStores(self._settings, self._budget, rank=0)
         if len(kv_cache_config.kv_cache_groups) != 1 and self._refused is None:
             self._refused = "layers have KV caches of several kinds"
         if self._refused:
@@ -169,19 +153,25 @@ class RopewalkConnector(KVConnectorBase_V1):
         self._step_blocks: set[int] = set()
         """Blocks of the requests that the last step loaded for, began or went on with."""
         self._loads: list[Load] = []
+        self._stage_saves: list[Save] = []
         self._saves: list[Save] = []
+        self._queue = SaveQueue(self._settings.planner().chunks, self._block_size, self._stores)
+        self._engine = uuid.uuid4().hex
+        self._counters: Counter[str] = Counter()
         self._block_pool: BlockPool | None = None
         # Worker half
         self._layout: KvLayout | None = None
-        self._rank = 0
+        self._saver: Saver | None = None
         self._failed_blocks: set[int] = set()
         self._failures: dict[str, tuple[str, int]] = {}
-        self._saved: set[str] = set()
+        self._not_saved: set[str] = set()
+        self._worker_counters: Counter[str] = Counter()
 
     # Scheduler half
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._block_pool = gpu_block_pool
+        self._queue.max_blocks = int(HELD_SHARE * gpu_block_pool.num_gpu_blocks)
 
     def on_new_request(self, request: Request) -> None:
         """Follow a request that carries a plan, and give reuse-domain blocks hashes of their own."""
@@ -213,7 +203,7 @@ class RopewalkConnector(KVConnectorBase_V1):
             return 0, False
         if self._must_wait(tracked, num_computed_tokens):
             return None, False
-        store = self._store(tracked.place)
+        store = self._stores.get(tracked.place)
         # What a stage is there to compute is not missing.
         expected = request.num_prompt_tokens - 1
         if tracked.is_stage:
@@ -272,7 +262,7 @@ class RopewalkConnector(KVConnectorBase_V1):
                         segment.offset + first - segment.start,
                         segment.turn,
                         tokens[first:last],
-                        self._slots(tracked.block_ids, first, last),
+                        slots_of(tracked.block_ids, first, last, self._block_size),
                     )
                 )
         self._loads.append(Load(request.request_id, tracked.place, start, parts, tracked.block_ids))
@@ -302,9 +292,9 @@ class RopewalkConnector(KVConnectorBase_V1):
             # A stage's rows are saved in the step that completes it: its answer must not overtake them.
             num_prompt = tracked.request.num_prompt_tokens
             if num_computed < num_prompt <= num_computed + scheduler_output.num_scheduled_tokens[request_id]:
-                self._queue_save(tracked, num_prompt, tracked.block_ids, finished=False)
-        metadata = RopewalkMetadata(self._loads, self._saves)
-        self._loads, self._saves = [], []
+                self._save_stage(request_id, tracked, num_prompt)
+        metadata = RopewalkMetadata(self._loads, self._stage_saves, self._saves)
+        self._loads, self._stage_saves, self._saves = [], [], []
         return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -315,6 +305,10 @@ class RopewalkConnector(KVConnectorBase_V1):
         requests that share a failed block it lets the first alone recompute it, which may end before it does.
         """
         self._loads_unseen = False
+        self._queue.release(connector_output.finished_sending or ())
+        metadata = connector_output.kv_connector_worker_meta
+        if isinstance(metadata, RopewalkWorkerMetadata):
+            self._counters.update(metadata.counters)
         invalid = connector_output.invalid_block_ids
         if not invalid:
             return
@@ -327,14 +321,13 @@ class RopewalkConnector(KVConnectorBase_V1):
             valid = first * self._block_size
             tracked.request.num_computed_tokens = min(tracked.request.num_computed_tokens, valid)
             tracked.num_failed = max(tracked.num_local + tracked.num_external - valid, 0)
-        metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, RopewalkWorkerMetadata):
             for request_id, (reason, _) in metadata.failures.items():
                 if request_id in self._tracked:
                     self._tracked[request_id].fallbacks.append(reason)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Queue what the request computed for saving; its blocks are held until that is done."""
+        """Queue what the request computed for saving; its blocks are held until its rows are out of the cache."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return False, None
@@ -346,56 +339,34 @@ class RopewalkConnector(KVConnectorBase_V1):
         num_tokens = min(num_tokens, len(block_ids) * self._block_size)
         if self._loads_unseen and request.status == RequestStatus.FINISHED_ABORTED:
             num_tokens = 0  # a load of this step, its own or one whose blocks it shares, may have failed
-        saving = None
-        if tracked.keep and not tracked.is_stage:
-            saving = self._queue_save(tracked, num_tokens, block_ids, finished=True)
-        returned = {"fallbacks": tracked.fallbacks, "num_failed": tracked.num_failed, "saving": saving}
-        return saving is not None, {PARAMS_KEY: returned}
+        save = saving = None
+        if self._settings.save and tracked.keep and not tracked.is_stage and num_tokens > 0:
+            tokens = as_tokens(request.all_token_ids[:num_tokens])
+            save, saving = self._queue.add(request.request_id, tracked.place, tokens, tracked.plan.runs, block_ids)
+            if save is not None:
+                self._saves.append(save)
+        self._counters.update(self._stores.take_counters())
+        returned = {
+            "fallbacks": tracked.fallbacks,
+            "num_failed": tracked.num_failed,
+            "saving": saving,
+            "engine": self._engine,
+            "counters": dict(self._counters + self._queue.counters),
+        }
+        return save is not None, {PARAMS_KEY: returned}
 
-    def _queue_save(self, tracked: _Tracked, num_tokens: int, block_ids: list[int], *, finished: bool) -> str | None:
-        """Queue what is not stored yet; return the name of the chunk that will be stored last, or None."""
-        if not self._settings.save or num_tokens <= 0:
-            return None
-        tokens = as_tokens(tracked.request.all_token_ids[:num_tokens])
-        tenant = tracked.place[1]
-        # A run that was not reached (the request was aborted, a chunk was missing) would leave false edges: only what
-        # lies inside the computed range counts.
-        runs = [(start, min(end, num_tokens)) for start, end in tracked.plan.runs if start < num_tokens]
-        parts = [
-            SavePart(_header(tenant, piece, tokens), self._slots(block_ids, piece.start, piece.end))
-            for piece in pieces(tokens, tenant, self._settings.planner().chunks, runs)
-            if not self._is_stored(tracked.place, piece, tokens, must=tracked.is_stage)
-        ]
-        if not parts:
-            return None
-        self._saves.append(Save(tracked.request.request_id, tracked.place, parts, finished))
-        return parts[-1].header.chain
-
-    def _is_stored(self, place: Place, piece: Piece, tokens: Tokens, *, must: bool) -> bool:
-        """Tell whether saving a piece adds nothing. A stage's piece `must` be there under its own name."""
-        store = self._store(place)
-        if store.contains(piece.chain):
-            return True
-        if must:
-            return False
-        if piece.end - piece.start < HEAD_LENGTH:
-            return True  # no look-up would ever find it
-        if piece.domain == Domain.EXACT:
-            return False
-        return bool(store.by_content(content_key(place[1], tokens[piece.start : piece.end])))
-
-    def _slots(self, block_ids: list[int], start: int, end: int) -> Slots:
-        """Return the slots of positions `[start, end)`: `block * B + offset`, int64."""
-        positions = np.arange(start, end)
-        blocks = np.asarray(block_ids, dtype=np.int64)[positions // self._block_size]
-        slots: Slots = blocks * self._block_size + positions % self._block_size
-        return slots
+    def _save_stage(self, request_id: str, tracked: _Tracked, num_tokens: int) -> None:
+        if self._settings.save:
+            tokens = as_tokens(tracked.request.all_token_ids[:num_tokens])
+            save = self._queue.stage(request_id, tracked.place, tokens, tracked.plan.runs, tracked.block_ids)
+            if save is not None:
+                self._stage_saves.append(save)
 
     # Worker half
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Find out the caches' layout. An unknown one switches storing and reusing off, with the reason in the log."""
-        self._rank = get_tensor_model_parallel_rank()
+        self._stores.rank = get_tensor_model_parallel_rank()
         if self._refused:
             return
         layers = self._vllm_config.compilation_config.static_forward_context
@@ -403,6 +374,19 @@ class RopewalkConnector(KVConnectorBase_V1):
             self._layout = find_layout(kv_caches, layers, self._block_size, self._facts.rotary, self._facts.is_mla)
         except UnsupportedLayout as error:
             logger.warning("Ropewalk stores and reuses no KV of this model: %s", error)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Begin a step: what earlier ones have finished is saved while this one computes."""
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, RopewalkMetadata)
+        for save in connector_metadata.saves:
+            if self._layout is None:
+                self._not_saved.add(save.request_id)
+                continue
+            if self._saver is None:
+                stores = OpenStores(self._settings, self._budget, self._stores.rank)
+                self._saver = Saver(self._layout, stores)
+            self._saver.submit(save)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Take the planned chunks into the paged cache; what cannot be taken is reported and recomputed."""
@@ -434,7 +418,7 @@ class RopewalkConnector(KVConnectorBase_V1):
     def _read(self, place: Place, part: LoadPart) -> StoredRows:
         if self._layout is None:
             raise UnsupportedLayout("the KV cache layout is not known")
-        header, rows = self._store(place).read(part.chunk)
+        header, rows = self._stores.get(place).read(part.chunk)
         end = part.offset + len(part.tokens)
         # A key is only a candidate: the token ids decide.
         if not np.array_equal(header.tokens[part.offset : end], part.tokens):
@@ -448,34 +432,18 @@ class RopewalkConnector(KVConnectorBase_V1):
         """
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, RopewalkMetadata)
-        if self._failed_blocks:
-            metadata.saves = [save for save in metadata.saves if save.finished]
-        self._run_saves(finished=False)
+        if self._layout is None or self._failed_blocks:
+            return
+        for save in metadata.stage_saves:
+            for part in save.parts:
+                self._worker_counters.update(save_part(self._stores.get(save.place), self._layout, part))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Save finished requests, and tell which blocks are no longer needed."""
-        self._run_saves(finished=True)
-        saved, self._saved = self._saved, set()
-        return saved or None, None
-
-    def _run_saves(self, *, finished: bool) -> None:
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, RopewalkMetadata)
-        for save in metadata.saves:
-            if save.finished != finished:
-                continue
-            store = self._store(save.place)
-            missing = [part for part in save.parts if not store.contains(part.header.chain)]
-            if self._layout is not None and missing:
-                rows = self._layout.gather(torch.from_numpy(np.concatenate([part.slots for part in missing])))
-                start = 0
-                for part in missing:
-                    end = start + len(part.slots)
-                    store.put(part.header, rows[:, start:end])
-                    start = end
-            if finished:
-                self._saved.add(save.request_id)
-        metadata.saves = [save for save in metadata.saves if save.finished != finished]
+        """Tell which finished requests' blocks are no longer needed."""
+        released, self._not_saved = self._not_saved, set()
+        if self._saver is not None:
+            released |= self._saver.take_finished()
+        return released or None, None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed_blocks = self._failed_blocks, set()
@@ -483,7 +451,16 @@ class RopewalkConnector(KVConnectorBase_V1):
 
     def build_connector_worker_meta(self) -> RopewalkWorkerMetadata | None:
         failures, self._failures = self._failures, {}
-        return RopewalkWorkerMetadata(failures) if failures else None
+        counters, self._worker_counters = self._worker_counters, Counter()
+        counters.update(self._stores.take_counters())
+        if self._saver is not None:
+            counters.update(self._saver.take_counters())
+        return RopewalkWorkerMetadata(failures, counters) if failures or counters else None
+
+    def shutdown(self) -> None:
+        """Save what waits, if that takes no longer than a moment."""
+        if self._saver is not None:
+            self._saver.close()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: loads are done before the forward pass."""
@@ -498,27 +475,9 @@ class RopewalkConnector(KVConnectorBase_V1):
         """A lost save is a cache miss later on, no more: a preempted request may finish."""
         return False
 
-    def _store(self, place: Place) -> NodeStore:
-        if place in self._stores:
-            self._stores.move_to_end(place)
-        else:
-            fingerprint, tenant = place
-            self._stores[place] = NodeStore(
-                self._settings.store_root, f"{fingerprint}-r{self._rank}", tenant, self._budget
-            )
-            if len(self._stores) > MAX_TENANTS:
-                self._stores.popitem(last=False)
-        return self._stores[place]
-
 
 class _TokensDiffer(Exception):
     """A chunk's token ids are not those of the prompt: a key collided, or a file lies under a wrong name."""
-
-
-def _header(tenant: str, piece: Piece, tokens: Tokens) -> ChunkHeader:
-    part = tokens[piece.start : piece.end]
-    content = content_key(tenant, part)
-    return ChunkHeader(piece.chain, piece.parent, content, tenant, piece.domain, piece.start, part)
 
 
 def _reason(error: Exception) -> str:

@@ -7,7 +7,9 @@ side, for the others `C` is K and V. Rows leave and enter here in that one canon
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -43,7 +45,13 @@ class KvLayout(Protocol):
     """All layers' paged KV of one engine rank."""
 
     def gather(self, slots: torch.Tensor) -> torch.Tensor:
-        """Return the rows at `slots` (`[n]` int64, `block * B + offset`) as a CPU tensor, `[L, n, H, C]`."""
+        """Return the rows at `slots` (`[n]` int64, `block * B + offset`) as a CPU tensor, `[L, n, H, C]`, contiguous.
+
+        On one thread, for it runs beside the engine's own; Python's lock is free meanwhile.
+        """
+
+    def fence(self) -> AbstractContextManager[None]:
+        """Mark, in the engine's thread, what is written by now; within it, another thread gathers no less."""
 
     def scatter(self, parts: Sequence[StoredRows]) -> None:
         """Write rows to their slots, keys turned. Mutates the engine's cache."""
@@ -55,6 +63,8 @@ class StandardLayout:
     def __init__(self, caches: Sequence[torch.Tensor], block_size: int, rotary: RotaryFacts | None, is_mla: bool):
         self._caches = [cache if cache.dim() == 4 else cache.unsqueeze(1) for cache in caches]
         self._rotary = rotary
+        self._stream: torch.cuda.Stream | None = None
+        """Where fences let other threads gather."""
         self._band_start = self._caches[0].shape[3] - rotary.rotary_size if is_mla and rotary is not None else 0
         if self._caches[0].shape[2] != block_size:
             raise UnsupportedLayout(
@@ -69,8 +79,18 @@ class StandardLayout:
         first = self._caches[0]
         shape = (len(self._caches), len(slots), first.shape[1], first.shape[3])
         rows = torch.empty(shape, dtype=first.dtype, device=first.device)
-        move([paged_rows(self._caches, slots)], dense_rows(rows))
+        move([paged_rows(self._caches, slots)], dense_rows(rows), max_threads=1)
         return rows.cpu()
+
+    def fence(self) -> AbstractContextManager[None]:
+        device = self._caches[0].device
+        if device.type != "cuda":
+            if device.type != "cpu":
+                torch.accelerator.synchronize()
+            return contextlib.nullcontext()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return _behind(torch.cuda.current_stream(device).record_event(), self._stream)
 
     def scatter(self, parts: Sequence[StoredRows]) -> None:
         device = self._caches[0].device
@@ -100,8 +120,11 @@ class CpuAttentionLayout:
     def gather(self, slots: torch.Tensor) -> torch.Tensor:
         shape = (len(self._caches), len(slots), self._heads, 2 * self._head_dim)
         rows = torch.empty(shape, dtype=self._caches[0].dtype)
-        move_packed(self._caches, slots, self._places, [dense_rows(rows)], None, to_packed=False)
+        move_packed(self._caches, slots, self._places, [dense_rows(rows)], None, to_packed=False, max_threads=1)
         return rows
+
+    def fence(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()  # a step returns when everything is written
 
     def scatter(self, parts: Sequence[StoredRows]) -> None:
         slots = torch.cat([part.slots for part in parts])
@@ -131,6 +154,14 @@ class CpuAttentionLayout:
                 raise UnsupportedLayout(f"vLLM's CPU attention ({self._isa}) does not pack blocks by a permutation")
         keys, values = (permutation.argsort().view(size, dim) for permutation in found)
         return torch.cat([keys, values + size * dim], dim=1).int()
+
+
+@contextlib.contextmanager
+def _behind(written: torch.cuda.Event, stream: torch.cuda.Stream) -> Iterator[None]:
+    """Let the calling thread work on `stream`, after `written`: an engine's thread only queues its work on a GPU."""
+    with torch.cuda.stream(stream):
+        stream.wait_event(written)
+        yield
 
 
 def find_layout(

@@ -13,10 +13,10 @@ import logging
 import shutil
 import time
 import uuid
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from vllm.engine.protocol import EngineClient
@@ -25,9 +25,11 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from ropewalk.cluster.engine.facts import EngineFacts, engine_facts
+from ropewalk.cluster.engine.pending import PendingSaves, heads_of
 from ropewalk.cluster.engine.probe import PROBE_LENGTH, TOLERANCE, turn_error
 from ropewalk.cluster.engine.request import PARAMS_KEY, PlannedRange, RequestReport, RequestSettings
 from ropewalk.cluster.engine.settings import EngineSettings
+from ropewalk.cluster.engine.stores import OpenStores
 from ropewalk.cluster.store.chunk import ChunkCorrupt
 from ropewalk.cluster.store.node_store import NodeStore
 from ropewalk.kernels.keys import Tokens, as_tokens
@@ -39,25 +41,14 @@ logger = logging.getLogger(__name__)
 MAX_REPORTS = 4096
 """Reports kept for requests whose HTTP side never asks for them."""
 
-MAX_TENANTS = 256
-"""Tenants whose stores a process keeps open. Opening one again costs nothing but its remembered headers."""
+SAVE_WAIT_SHARE = 0.1
+"""Of the time that a prompt's prefill would take, so much is waited for what may spare it."""
 
-SAVE_DEADLINE = 1.0
-"""Seconds after which a chunk that was to be stored is given up: the store was full, or emptied."""
-
-SAVE_POLL = 0.002
-"""Seconds between two looks for it."""
+MAX_SAVE_WAIT = 0.1
+"""Seconds waited for that at most: a save takes some milliseconds, unless it waits behind many others."""
 
 CALIBRATION = (32, 416)
 """Tokens of the prefills timed at start: a short one for what each costs, a long one for what a token costs."""
-
-
-class _Saving(NamedTuple):
-    """A chunk that the engine is about to store."""
-
-    store: NodeStore
-    chain: str
-    deadline: float
 
 
 class PlannedEngine:
@@ -76,11 +67,11 @@ class PlannedEngine:
         self._vocabulary: int = vllm_config.model_config.get_vocab_size()
         self._max_model_len: int = vllm_config.model_config.max_model_len
         self._budget = settings.budget()
-        self._stores: OrderedDict[str, NodeStore] = OrderedDict()
+        self._stores = OpenStores(settings, self._budget, rank=0)
         self._reports: OrderedDict[str, list[RequestReport]] = OrderedDict()
         self._counters: Counter[str] = Counter()
-        self._saving: deque[_Saving] = deque()
-        self._saves_land = True
+        self._engine_counters: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._pending = PendingSaves()
         self._cost = self._new_cost()
         self._num_running = 0
         self._num_started = 0
@@ -112,7 +103,8 @@ class PlannedEngine:
             "prefill_ms": round(1e3 * self._cost.overhead_s, 2),
             "prefill_us_per_token": round(1e6 * self._cost.per_token_s, 2),
             "stage_ms": round(1e3 * self._cost.per_stage_s, 2),
-            "counters": dict(self._counters),
+            "counters": self._all_counters(),
+            "saves_waiting": len(self._pending),
             "store": {
                 "root": str(self._settings.store_root),
                 "budget_bytes": self._budget,
@@ -160,7 +152,7 @@ class PlannedEngine:
                     yield output
             return
 
-        await self.wait_for_saves()
+        await self._wait_for_saves(tokens, settings)
         plan = self._plan(tokens, settings, report)
         self._num_started += 1
         self._num_running += 1
@@ -217,10 +209,10 @@ class PlannedEngine:
                     not_cached = num_computed_by_stages + returned.get("num_failed", 0)
                     output.num_cached_tokens = max((output.num_cached_tokens or 0) - not_cached, 0)
                     if output.finished:
+                        self._note(returned)
                         report.fallbacks.extend(returned.get("fallbacks", ()))
                         if returned.get("saving"):
-                            store = self._store(settings.tenant)
-                            self._saving.append(_Saving(store, returned["saving"], time.monotonic() + SAVE_DEADLINE))
+                            self._pending.add(self._store(settings.tenant), returned["saving"])
                         report.num_computed_by_stages = num_computed_by_stages
                         self._finish(report, settings, output, plan)
                     output.kv_transfer_params = None  # internal: not for clients
@@ -230,20 +222,31 @@ class PlannedEngine:
                 task.cancel()
 
     async def wait_for_saves(self) -> None:
-        """Wait until the engine has stored what this replica answered before.
+        """Wait until what was answered before is stored, or lost."""
+        await self._pending.wait()
 
-        An answer leaves the engine one step before its KV is stored. The engine would not start on another request
-        sooner either, so that the wait costs nothing, and a client finds what its last request computed.
+    async def _wait_for_saves(self, tokens: Tokens, settings: RequestSettings) -> None:
+        """Wait a little for what is being stored, if this request may find it there.
+
+        An exact request finds its prefix in vLLM's own cache, where there is one.
         """
-        for saving in list(self._saving):  # not for what is answered while this request waits
-            while not (landed := saving.store.contains(saving.chain)):
-                # A store that refused once is likely to refuse again: nobody waits until a save lands.
-                if not self._saves_land or time.monotonic() > saving.deadline:
-                    break
-                await asyncio.sleep(SAVE_POLL)
-            self._saves_land = landed
-            with contextlib.suppress(ValueError):
-                self._saving.remove(saving)
+        if not len(self._pending) or (settings.mode != "reuse" and self._planner.block_size is not None):
+            return
+        cost = self._cost.per_token_s * len(tokens)
+        heads = heads_of(tokens, settings.tenant, self._planner.chunks)
+        await self._pending.wait(min(SAVE_WAIT_SHARE * cost, MAX_SAVE_WAIT), heads)
+
+    def _note(self, returned: dict[str, Any]) -> None:
+        """Take over an engine's totals: if one report has overtaken another, the later one counts."""
+        if "engine" in returned:
+            self._engine_counters[returned["engine"]] |= Counter(returned["counters"])
+
+    def _all_counters(self) -> dict[str, int]:
+        self._counters.update(self._stores.take_counters())
+        counters = self._counters.copy()
+        for engine in self._engine_counters.values():
+            counters.update(engine)
+        return dict(counters)
 
     def _plan(self, tokens: Tokens, settings: RequestSettings, report: RequestReport) -> Plan:
         reuse = settings.mode == "reuse"
@@ -295,6 +298,7 @@ class PlannedEngine:
             returned = (output.kv_transfer_params or {}).get(PARAMS_KEY) or {}
             computed = length - (output.num_cached_tokens or 0) + returned.get("num_failed", 0)
             fallbacks = returned.get("fallbacks", [])
+            self._note(returned)
         return computed, fallbacks
 
     def _new_cost(self) -> StageCost:
@@ -378,16 +382,8 @@ class PlannedEngine:
         return as_tokens(prompt["prompt_token_ids"]), ""
 
     def _store(self, tenant: str) -> NodeStore:
-        if tenant in self._stores:
-            self._stores.move_to_end(tenant)
-        else:
-            # Chunks carry the rank; plans are made from rank 0's.
-            self._stores[tenant] = NodeStore(
-                self._settings.store_root, f"{self._facts.fingerprint}-r0", tenant, self._budget
-            )
-            if len(self._stores) > MAX_TENANTS:
-                self._stores.popitem(last=False)
-        return self._stores[tenant]
+        # Chunks carry the rank; plans are made from rank 0's.
+        return self._stores.get((self._facts.fingerprint, tenant))
 
     async def _probe(self) -> str | None:
         """Prefill one repeated token, compare turned with computed keys; return why reuse must be refused, or None."""

@@ -13,6 +13,7 @@ miss. Everything here tolerates files that vanish at any moment, the whole root 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 from collections import Counter, OrderedDict
@@ -155,8 +156,8 @@ class NodeStore:
                 self._drop_superseded(header, folder)
             for folder in _anchor_folders(self.base, header):
                 self._mark(folder, header.chain, MAX_VERSIONS, drop_chunks=False)
-        except OSError:
-            self.counters["put_failed"] += 1
+        except OSError as error:
+            self.counters["put_no_space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "put_failed"] += 1
             return False
         self.counters["puts"] += 1
         return True

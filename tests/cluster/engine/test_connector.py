@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +39,9 @@ class Layout:
         for part in parts:
             self.numbers[:, part.slots] = part.rows
 
+    def fence(self) -> Any:
+        return nullcontext()
+
 
 class Harness:
     """A connector with a store, and the calls of one scheduler step."""
@@ -57,7 +63,7 @@ class Harness:
         self.layout = self.connector._layout = Layout()
         self.store = NodeStore(self.settings.store_root, "model-r0", "t", 1 << 26)
         self.evicted: set[int] = set()
-        self.connector.bind_gpu_block_pool(SimpleNamespace(evict_blocks=self.evicted.update))
+        self.connector.bind_gpu_block_pool(SimpleNamespace(evict_blocks=self.evicted.update, num_gpu_blocks=200))
 
     def fill(self, tokens: np.ndarray) -> None:
         """Store a prompt's chunks as an exact prefill would have left them."""
@@ -121,7 +127,16 @@ class Harness:
         )
 
     def save_finished(self) -> Any:
-        """Run the empty step that saves finished requests."""
+        """Run empty steps, as vLLM does while it holds blocks, until nothing is held; return the last one's output."""
+        deadline = time.monotonic() + 30
+        while True:
+            output = self._empty_step()
+            self.connector.update_connector_output(output)
+            if not self.connector._queue._held:
+                return output
+            assert time.monotonic() < deadline, "blocks are held for ever"
+
+    def _empty_step(self) -> Any:
         output = SimpleNamespace(
             kv_connector_block_state=None,
             scheduled_new_reqs=[],
@@ -143,7 +158,9 @@ class Harness:
 
 @pytest.fixture
 def harness(tmp_path):
-    return Harness(tmp_path)
+    harness = Harness(tmp_path)
+    yield harness
+    harness.connector.shutdown()
 
 
 def words(seed: int, count: int) -> np.ndarray:
@@ -353,3 +370,31 @@ def test_domains_name_their_chunks_apart(harness):
     domains = {p.start: p.domain for p in pieces(tokens, "t", harness.settings.planner().chunks, plan.runs)}
     assert {domain for start, domain in domains.items() if start < 400} == {Domain.EXACT}
     assert {domain for start, domain in domains.items() if start >= 1000} == {Domain.REUSE}
+
+
+def test_what_was_saved_is_told_with_a_later_answer(harness):
+    def finish(seed: int) -> dict[str, Any]:
+        request = harness.request(words(seed, 300), Plan(300, 0, (), (), ()), is_stage=False)
+        harness.schedule(request)
+        harness.connector.update_connector_output(harness.forward())
+        _, returned = harness.connector.request_finished(request, list(range(1, 11)))
+        harness.save_finished()
+        return returned["ropewalk"]
+
+    first = finish(1)
+    assert "saved_chunks" not in first["counters"]
+    harness.connector._saver.close()  # the last chunk is stored behind the release of its blocks
+    later = finish(2)
+    assert later["engine"] == first["engine"]
+    assert later["counters"]["saved_chunks"] == later["counters"]["store_puts"] > 0
+
+
+def test_what_ranks_count_adds_up_and_the_earliest_failure_counts():
+    from ropewalk.cluster.engine.connector import RopewalkWorkerMetadata
+
+    one = RopewalkWorkerMetadata({"a": ("chunk_missing", 64)}, Counter(saved_chunks=2))
+    other = RopewalkWorkerMetadata({"a": ("chunk_corrupt", 32), "b": ("load_failed", 0)}, Counter(saved_chunks=3))
+    both = one.aggregate(other)
+    assert both.counters == Counter(saved_chunks=5)
+    assert both.failures == {"a": ("chunk_corrupt", 32), "b": ("load_failed", 0)}
+    assert both.aggregate(RopewalkWorkerMetadata()).counters == both.counters

@@ -238,7 +238,7 @@ def test_explain_comes_on_the_last_chunk_of_a_stream(http: httpx.Client) -> None
     assert all("ropewalk" not in payload for payload in payloads[:-1])
 
 
-def test_a_body_behind_a_changed_header_is_reused(client: openai.OpenAI) -> None:
+def test_a_body_behind_a_changed_header_is_reused(client: openai.OpenAI, http: httpx.Client) -> None:
     def ask_with(header: str) -> Any:
         return client.chat.completions.create(
             model=MODEL,
@@ -248,7 +248,12 @@ def test_a_body_behind_a_changed_header_is_reused(client: openai.OpenAI) -> None
             extra_body={"ropewalk": {"session": f"reuse {header}", "explain": True}},
         )
 
+    def everything_is_stored() -> bool:
+        [model] = http.get("/v1/replicas").json()["models"]
+        return all(replica["saves_waiting"] == 0 for replica in model["replicas"])
+
     ask_with("It is Monday morning, half past eight, and the sky is grey. " * 3)
+    assert eventually(everything_is_stored)
     answer = ask_with("Today is the second of May; nothing else of note has happened so far. " * 2)
     told = answer.model_extra["ropewalk"]
     assert told["tokens"]["reused"] > 0.5 * answer.usage.prompt_tokens, told

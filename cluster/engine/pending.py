@@ -1,0 +1,73 @@
+"""What the engine has said it is storing, seen from the planning process: whether it is worth waiting for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Set
+from typing import Any, NamedTuple
+
+from ropewalk.cluster.store.node_store import NodeStore
+from ropewalk.kernels.gear import ChunkSizes, chunk_limits
+from ropewalk.kernels.keys import HEAD_LENGTH, Tokens, head_key
+
+GIVEN_UP_S = 3.0
+"""Seconds after which a save is taken to be lost: dropped by the engine, refused by the store, or evicted again."""
+
+MAX_PENDING = 256
+"""Saves remembered. Of more, the oldest are forgotten: they are stored by then, or nobody asks for them."""
+
+POLL_S = 0.001
+"""Seconds between two looks for a chunk."""
+
+
+class _Pending(NamedTuple):
+    store: NodeStore
+    chain: str
+    heads: Set[str]
+    deadline: float
+
+
+class PendingSaves:
+    """Saves of finished requests that are not known to be stored yet, oldest first."""
+
+    def __init__(self) -> None:
+        self._pending: deque[_Pending] = deque(maxlen=MAX_PENDING)
+
+    def __len__(self) -> int:
+        while self._pending and self._is_over(self._pending[0]):
+            self._pending.popleft()
+        return len(self._pending)
+
+    def add(self, store: NodeStore, saving: dict[str, Any]) -> None:
+        """Remember what the engine returned with an answer: the chunk that is stored last, and the heads of all."""
+        len(self)  # forget what is stored
+        self._pending.append(
+            _Pending(store, saving["chain"], frozenset(saving["heads"]), time.monotonic() + GIVEN_UP_S)
+        )
+
+    async def wait(self, seconds: float = GIVEN_UP_S, heads: Set[str] | None = None) -> None:
+        """Wait, at most so long, until what begins with one of `heads` is stored (None: everything)."""
+        until = time.monotonic() + seconds
+        for pending in list(self._pending):  # not for what is answered meanwhile
+            if heads is None or not heads.isdisjoint(pending.heads):
+                while not self._is_over(pending) and time.monotonic() < until:  # noqa: ASYNC110
+                    await asyncio.sleep(POLL_S)  # another process stores it: there is no event
+
+    def _is_over(self, pending: _Pending) -> bool:
+        return pending.store.contains(pending.chain) or time.monotonic() > pending.deadline
+
+
+def heads_of(tokens: Tokens, tenant: str, sizes: ChunkSizes) -> set[str]:
+    """Return the head keys of a prompt's chunks: what it may find in the store begins with one of them.
+
+    A chunk and a longer one of the same place have the same head, so this covers a history's unfinished last chunk.
+    """
+    limits = chunk_limits(tokens, sizes)
+    starts = [0, *limits[:-1]]
+    return {
+        head_key(tenant, tokens[start:end])
+        for start, end in zip(starts, limits, strict=True)
+        if end - start >= HEAD_LENGTH
+    }

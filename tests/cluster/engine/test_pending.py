@@ -1,0 +1,82 @@
+"""Who waits for a save that is under way, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ropewalk.cluster.engine.pending import GIVEN_UP_S, MAX_PENDING, PendingSaves, heads_of
+from ropewalk.cluster.store.chunk import ChunkHeader
+from ropewalk.cluster.store.node_store import NodeStore
+from ropewalk.kernels.gear import ChunkSizes
+from ropewalk.kernels.keys import HEAD_LENGTH, Domain, as_tokens, content_key, head_key, root_key
+
+FOREVER = 60.0
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> NodeStore:
+    return NodeStore(tmp_path, "model", "t", 1 << 24)
+
+
+def put(store: NodeStore, chain: str) -> None:
+    tokens = as_tokens(range(40))
+    header = ChunkHeader(chain, root_key("t"), content_key("t", tokens), "t", Domain.EXACT, 0, tokens)
+    store.put(header, torch.zeros(1, 40, 1, 4))
+
+
+async def test_a_request_waits_for_what_begins_like_it(store):
+    pending = PendingSaves()
+    pending.add(store, {"chain": "aa", "heads": ["h1", "h2"]})
+    waiting = asyncio.create_task(pending.wait(FOREVER, {"h2", "h3"}))
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    put(store, "aa")
+    await waiting
+    assert len(pending) == 0
+
+
+async def test_a_request_does_not_wait_for_what_it_cannot_use(store):
+    pending = PendingSaves()
+    pending.add(store, {"chain": "aa", "heads": ["h1"]})
+    await pending.wait(FOREVER, {"h2"})
+    assert len(pending) == 1
+
+
+async def test_nobody_waits_longer_than_said(store):
+    pending = PendingSaves()
+    pending.add(store, {"chain": "aa", "heads": ["h1"]})
+    await pending.wait(0.01, {"h1"})
+    assert len(pending) == 1
+
+
+async def test_a_save_that_never_lands_is_given_up(store, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    pending = PendingSaves()
+    pending.add(store, {"chain": "aa", "heads": ["h1"]})
+    now[0] += GIVEN_UP_S + 0.01
+    await pending.wait(FOREVER)
+    assert len(pending) == 0
+
+
+def test_what_is_remembered_is_bounded(store):
+    pending = PendingSaves()
+    for number in range(2 * MAX_PENDING):
+        pending.add(store, {"chain": f"{number:02x}", "heads": []})
+    assert len(pending) == MAX_PENDING
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 50), st.integers(40, 900), st.integers(1, 300))
+def test_a_longer_history_begins_like_the_shorter_ones_last_chunk(seed, length, more):
+    tokens = as_tokens(np.random.default_rng(seed).integers(0, 30_000, length + more))
+    shorter, longer = (heads_of(tokens[:n], "t", ChunkSizes()) for n in (length, length + more))
+    assert shorter <= longer
+    assert head_key("t", tokens[:HEAD_LENGTH]) in shorter
