@@ -14,7 +14,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ SHAPES = {
 CHUNKER_TOKENS = 4_000_000
 
 
-def measure(actions: dict[str, Callable[[], None]], repeats: int, device: torch.device) -> dict[str, list[float]]:
+def measure(actions: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, list[float]]:
     """Run the actions in turn, `repeats` times after one warm-up; seconds of each run."""
     seconds: dict[str, list[float]] = {name: [] for name in actions}
     for repeat in range(repeats + 1):
@@ -87,11 +87,22 @@ def rows_case(
     return {"copy": copy, "scatter": scatter, "gather": gather}, 2 * rows.numel() * rows.element_size()
 
 
-def chunker_case() -> Callable[[], None]:
-    """Cut four million random token ids."""
+def chunker_cases(device: torch.device) -> dict[str, Callable[[], object]]:
+    """Cut four million random token ids: with NumPy on one core, and on a GPU if that is the device.
+
+    *hashes* is the GPU's kernel alone; *limits* adds the way back of the candidates and the choice on the host.
+    """
     tokens = np.random.default_rng(0).integers(0, 150_000, CHUNKER_TOKENS).astype(np.int32)
     sizes = ChunkSizes()
-    return lambda: _consume(chunk_limits(tokens, sizes))
+    cases: dict[str, Callable[[], object]] = {"one core": lambda: _consume(chunk_limits(tokens, sizes))}
+    if device.type == "cuda":
+        from ropewalk.kernels.gear_triton import chunk_limits_on_gpu, hash_on_gpu
+
+        there = torch.from_numpy(tokens).to(device)
+        assert chunk_limits_on_gpu(there, sizes) == chunk_limits(tokens, sizes)
+        cases["GPU, hashes"] = lambda: hash_on_gpu(there, sizes)
+        cases["GPU, limits"] = lambda: _consume(chunk_limits_on_gpu(there, sizes))
+    return cases
 
 
 def _consume(limits: Sequence[int]) -> None:
@@ -124,9 +135,10 @@ def main() -> None:
                 line[action] = {"gb_s": middle, "from": low, "to": high}
                 line[action]["of_copy"] = middle / line["copy"]["gb_s"]
             report["rows"].append(line)
-    runs = measure({"chunker": chunker_case()}, max(3, args.repeats // 3), torch.device("cpu"))["chunker"]
-    low, middle, high = (CHUNKER_TOKENS / q / 1e6 for q in reversed(statistics.quantiles(runs, n=4)))
-    report["chunker"] = {"mtokens_s": middle, "from": low, "to": high}
+    report["chunker"] = {}
+    for where, runs in measure(chunker_cases(device), max(3, args.repeats // 3), device).items():
+        low, middle, high = (CHUNKER_TOKENS / q / 1e6 for q in reversed(statistics.quantiles(runs, n=4)))
+        report["chunker"][where] = {"mtokens_s": middle, "from": low, "to": high}
     if args.json:
         print(json.dumps(report, indent=1))
         return
@@ -138,11 +150,11 @@ def main() -> None:
             for c in (line["copy"], line["scatter"], line["gather"])
         ]
         print(f"{line['model']:24} {line['dtype']:9} {line['mib']:6.0f} " + " ".join(f"{cell:>26}" for cell in cells))
-    chunker = report["chunker"]
-    print(
-        f"chunker, one core, {CHUNKER_TOKENS / 1e6:.0f} M token ids: {chunker['mtokens_s']:.0f} M tokens/s "
-        f"({chunker['from']:.0f}-{chunker['to']:.0f})"
-    )
+    for where, chunker in report["chunker"].items():
+        print(
+            f"chunker, {where}, {CHUNKER_TOKENS / 1e6:.0f} M token ids: {chunker['mtokens_s']:.0f} M tokens/s "
+            f"({chunker['from']:.0f}-{chunker['to']:.0f})"
+        )
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ import numpy as np
 
 NUM_BINS = 40
 NUM_TICKS = 5
+DASHES = ("none", "9 6", "2 6")
+"""Patterns of curves, first to third."""
 
 
 def color(number: int) -> str:
@@ -64,6 +66,26 @@ def ecdf(series: Mapping[str, Sequence[float]], label: str) -> str:
         shape = f'<polyline class="curve" stroke="{color(number)}" points="{" ".join(points)}">'
         curves.append(f"{shape}<title>{escape(name)}</title></polyline>")
     return legend(list(series)) + _plot("".join(curves), ticks, [0, 25, 50, 75, 100], "ms", "% of turns", label)
+
+
+def curves(
+    series: Mapping[str, Sequence[tuple[float, float]]],
+    xs: Sequence[float],
+    ys: Sequence[float],
+    units: tuple[str, str],
+    label: str,
+    *,
+    reference: Sequence[tuple[float, float]] = (),
+) -> str:
+    """One curve through `(x, y)` for each series; `xs` and `ys` are the ticks, from 0, and `units` name the axes.
+
+    A dashed line goes through `reference`. Later curves are dotted, so that those below them can be seen.
+    """
+    shapes = [f'<polyline class="mark" fill="none" points="{_points(reference, xs, ys)}"/>'] if reference else []
+    for number, (name, points) in enumerate(series.items()):
+        style = f'class="curve" stroke="{color(number)}" stroke-dasharray="{DASHES[number % len(DASHES)]}"'
+        shapes.append(f'<polyline {style} points="{_points(points, xs, ys)}"><title>{escape(name)}</title></polyline>')
+    return legend(list(series)) + _plot("".join(shapes), xs, ys, *units, label)
 
 
 def stacked_columns(columns: Mapping[str, Sequence[float]], parts: Sequence[str], unit: str, label: str) -> str:
@@ -158,6 +180,10 @@ def _frame(shapes: str, ys: Sequence[float], y_unit: str, names: str, x_unit: st
         f'<svg {box} aria-label="{escape(label)}">{grid}{shapes}</svg>'
         f'<div class="xs">{names}</div><div class="axis">{escape(x_unit)}</div></div>'
     )
+
+
+def _points(points: Sequence[tuple[float, float]], xs: Sequence[float], ys: Sequence[float]) -> str:
+    return " ".join(f"{100 * x / xs[-1]:.2f},{100 - 100 * y / ys[-1]:.2f}" for x, y in points)
 
 
 def _rect(x: float, width: float, base: float, height: float, fill: str, title: str) -> str:

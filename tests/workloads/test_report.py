@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from ropewalk.workloads.arms import run_arms
-from ropewalk.workloads.charts import format_ms, nice_ticks
+from ropewalk.workloads.charts import curves, format_ms, nice_ticks
 from ropewalk.workloads.compare import comparison_dict, comparison_html, comparison_rows, comparison_table
 from ropewalk.workloads.config import ReplayConfig
 from ropewalk.workloads.load import run_replay
@@ -157,3 +157,10 @@ def test_ticks_of_counts_are_whole():
 )
 def test_durations_are_written_for_people(value, text):
     assert format_ms(value) == text
+
+
+def test_curves_are_drawn_to_scale_beside_their_reference():
+    drawn = curves({"a": [(0, 0), (4, 1)], "b": [(2, 0.5)]}, [0, 4], [0, 1], ("x", "y"), "label", reference=[(0, 0.5)])
+    assert 'points="0.00,100.00 100.00,0.00"' in drawn
+    assert 'points="50.00,50.00"' in drawn
+    assert 'class="mark" fill="none" points="0.00,50.00"' in drawn

@@ -1,0 +1,199 @@
+"""The feasibility study of position-independent reuse on a real engine (Irminsul, "Same-content AUC").
+
+Blocks of text are put at several positions behind different filler texts; the engine computes them, and their rows are
+read back from the chunk store:
+
+    | filler[:position] | block | tail |      the tail makes the block's last chunk long enough to be stored
+
+For each layer and each part of a row, same-content pairs (one block, two positions) are compared with different-content
+pairs (two blocks, one position) by cosine.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ropewalk.cluster.bench.engine import Engine
+from ropewalk.cluster.bench.material import Material, make_material
+from ropewalk.cluster.bench.roc import GROUP, Study
+from ropewalk.cluster.bench.similarity import Auc, Scores, auc, pair_scores, roc_curve
+from ropewalk.cluster.store.node_store import NodeStore
+from ropewalk.kernels.gear import ChunkSizes
+from ropewalk.kernels.keys import HEAD_LENGTH, Tokens, as_tokens
+from ropewalk.kernels.rope import RotaryFacts
+from ropewalk.kernels.splice import turned
+from ropewalk.scheduler.planner import Piece, pieces
+
+NUM_FILLERS = 3
+"""Texts before the blocks, so that "another context" is not one text."""
+
+STORE_BYTES = 1 << 29
+"""Budget of the temporary store: rows are read as soon as they are stored."""
+
+SAVE_TIMEOUT_S = 60
+
+
+class NotMeasurable(Exception):
+    """The engine's KV cannot be stored, turned or read back."""
+
+
+def measure(model: str, study: Study, tell: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """Run the study on one model; `tell` hears of the progress. The result is JSON-able.
+
+    Raises `NotMeasurable` with the reason when the engine's KV cannot be read back or turned, and `TooLittleText`.
+    """
+    start = time.monotonic()
+    material = make_material(
+        model,
+        random.Random(study.seed),
+        num_fillers=NUM_FILLERS,
+        filler_tokens=study.filler_tokens,
+        num_blocks=study.blocks,
+        block_tokens=study.block_tokens,
+    )
+    with tempfile.TemporaryDirectory(prefix="ropewalk-roc-") as root:
+        engine = Engine(
+            model,
+            store_root=Path(root),
+            settings={"store_budget_bytes": STORE_BYTES},
+            max_model_len=study.longest_prompt + 1,
+        )
+        try:
+            tell(f"{model}: computing the filler texts")
+            reader = _Reader(engine)
+            scores: dict[str, list[tuple[Scores, Scores]]] = {}
+            for filler in material.fillers:
+                engine.ask(filler, max_tokens=1)
+            for number, rows in enumerate(_groups(engine, reader, material, study.positions), 1):
+                for kind, part in kinds_of(rows, study.positions, reader.rotary, reader.is_mla).items():
+                    scores.setdefault(kind, []).append(pair_scores(part))
+                tell(f"{model}: {GROUP * number} of {study.blocks} blocks")
+        finally:
+            engine.stop()
+    return {
+        "model": model,
+        "attention": "MLA" if reader.is_mla else "GQA",
+        "dtype": str(rows.dtype).removeprefix("torch."),
+        "num_layers": rows.shape[2],
+        "blocks": study.blocks,
+        "block_tokens": study.block_tokens,
+        "positions": list(study.positions),
+        "seconds": round(time.monotonic() - start),
+        "kinds": {kind: _summary(groups) for kind, groups in scores.items()},
+    }
+
+
+def _summary(groups: Sequence[tuple[Scores, Scores]]) -> dict[str, Any]:
+    """AUC for each layer and for the pairs of all layers in one ranking; the latter's ROC curve, thinned."""
+    same = np.stack([pair[0] for pair in groups], axis=1)  # [L, G, pairs]
+    different = np.stack([pair[1] for pair in groups], axis=1)
+    layers = [
+        _figures(auc(of_same, of_different), of_same, of_different)
+        for of_same, of_different in zip(same, different, strict=True)
+    ]
+    all_same, all_different = (np.concatenate(list(scores), axis=1) for scores in (same, different))
+    curve = roc_curve(all_same, all_different)
+    kept = np.unique(np.linspace(0, len(curve) - 1, 201).round().astype(int))
+    return {
+        "layers": layers,
+        "all_layers": _figures(auc(all_same, all_different), all_same, all_different),
+        "roc": curve[kept].round(4).tolist(),
+    }
+
+
+def _figures(area: Auc, same: Scores, different: Scores) -> dict[str, Any]:
+    return {
+        "auc": area.value,
+        "low": area.low,
+        "high": area.high,
+        "same": {"pairs": same.size, "mean": float(same.mean())},
+        "different": {"pairs": different.size, "mean": float(different.mean())},
+    }
+
+
+def kinds_of(
+    rows: torch.Tensor, positions: Sequence[int], rotary: RotaryFacts, is_mla: bool
+) -> dict[str, torch.Tensor]:
+    """Split rows `[B, P, L, n, H, C]` into what is compared, each `[B, P, L, n, H * …]`: a token's heads side by side.
+
+    *turned* rows were moved to position 0, in the dtype that they are stored in, as reuse moves them.
+    """
+    split = rows.shape[-1] - rotary.rotary_size if is_mla else rows.shape[-1] // 2
+    band_start = split if is_mla else 0
+    common = torch.stack(
+        [
+            torch.stack(
+                [turned(at, -position, rotary, band_start) for at, position in zip(block, positions, strict=True)]
+            )
+            for block in rows
+        ]
+    )
+    first, second = rows[..., :split], rows[..., split:]
+    if is_mla:
+        kinds = {"c_kv": first, "k_pe raw": second, "k_pe turned": common[..., split:]}
+    else:
+        kinds = {"K raw": first, "K turned": common[..., :split], "V": second}
+    return {kind: part.flatten(4) for kind, part in kinds.items()}
+
+
+def _groups(engine: Engine, reader: _Reader, material: Material, positions: Sequence[int]) -> Iterator[torch.Tensor]:
+    """Have the engine compute group after group of blocks at all positions; yield rows `[B, P, L, n, H, C]`."""
+    for begin in range(0, len(material.blocks), GROUP):
+        blocks = material.blocks[begin : begin + GROUP]
+        at_positions = []
+        # One position at a time: the store keeps no more than four versions of one content.
+        for place, position in enumerate(positions):
+            prompts = []
+            for number, block in enumerate(blocks):
+                filler = material.fillers[(number + place) % len(material.fillers)]
+                prompts.append((*filler[:position], *block, *filler[:HEAD_LENGTH]))
+            engine.ask_together(prompts, max_tokens=1)
+            ends = position, position + len(blocks[0])
+            at_positions.append(torch.stack([reader.rows(as_tokens(prompt), *ends) for prompt in prompts]))
+        yield torch.stack(at_positions, dim=1)
+
+
+class _Reader:
+    """Reads back from the store what an engine has computed."""
+
+    def __init__(self, engine: Engine) -> None:
+        from ropewalk.cluster.engine.facts import engine_facts
+
+        assert engine.store_root is not None
+        status = engine.client.status()
+        facts = engine_facts(engine.llm.vllm_config)
+        if facts.rotary is None or status["refused"] or status["reuse_refused"]:
+            raise NotMeasurable(status["refused"] or status["reuse_refused"])
+        self.rotary: RotaryFacts = facts.rotary
+        self.is_mla: bool = facts.is_mla
+        self._store = NodeStore(engine.store_root, f"{status['fingerprint']}-r0", "default", STORE_BYTES)
+
+    def rows(self, tokens: Tokens, start: int, end: int) -> torch.Tensor:
+        """Return the rows of positions `[start, end)` of a prompt that was just answered, `[L, end - start, H, C]`."""
+        parts = []
+        for piece in pieces(tokens, "default", ChunkSizes(), ()):
+            first, last = max(piece.start, start), min(piece.end, end)
+            if first < last:
+                parts.append(self._read(piece, tokens)[:, first - piece.start : last - piece.start])
+        return torch.cat(parts, dim=1)
+
+    def _read(self, piece: Piece, tokens: Tokens) -> torch.Tensor:
+        # An answer leaves the engine one step before its KV is stored.
+        deadline = time.monotonic() + SAVE_TIMEOUT_S
+        while not self._store.contains(piece.chain):
+            if time.monotonic() > deadline:
+                raise NotMeasurable(f"the engine stored no KV of positions {piece.start} to {piece.end}")
+            time.sleep(0.002)
+        header, rows = self._store.read(piece.chain)
+        # A name is only a candidate: the token ids and the place decide.
+        assert header.start == piece.start
+        assert np.array_equal(header.tokens, tokens[piece.start : piece.end])
+        return rows
