@@ -1,4 +1,4 @@
-"""The command line: `ropewalk serve | status | replay | graph | demo`."""
+"""The command line: `ropewalk serve | status | store | replay | graph | demo`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-COMMANDS = ("serve", "status", "replay", "graph", "demo")
+COMMANDS = ("serve", "status", "store", "replay", "graph", "demo")
 
 
 class UserError(Exception):
