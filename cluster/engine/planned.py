@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import shutil
 import time
 import uuid
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncGenerator, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +29,7 @@ from ropewalk.cluster.engine.request import PARAMS_KEY, PlannedRange, RequestRep
 from ropewalk.cluster.engine.settings import EngineSettings
 from ropewalk.cluster.store.chunk import ChunkCorrupt
 from ropewalk.cluster.store.node_store import NodeStore
+from ropewalk.cluster.store.scan import BackgroundScan
 from ropewalk.kernels.keys import Tokens, as_tokens
 from ropewalk.scheduler.costs import LEAST_RUN, StageCost
 from ropewalk.scheduler.planner import Plan, make_plan
@@ -75,7 +75,8 @@ class PlannedEngine:
         self._block_size: int = vllm_config.cache_config.block_size
         self._vocabulary: int = vllm_config.model_config.get_vocab_size()
         self._max_model_len: int = vllm_config.model_config.max_model_len
-        self._budget = settings.budget()
+        self._budget, self._disk = settings.budget(), settings.disk()
+        self._disk_scan = BackgroundScan(self._disk.root) if self._disk is not None else None
         self._stores: OrderedDict[str, NodeStore] = OrderedDict()
         self._reports: OrderedDict[str, list[RequestReport]] = OrderedDict()
         self._counters: Counter[str] = Counter()
@@ -100,7 +101,6 @@ class PlannedEngine:
 
     def status(self) -> dict[str, Any]:
         """Return what this engine does and has done, JSON-able."""
-        usage = self._store("default").usage()
         return {
             "fingerprint": self._facts.fingerprint,
             "refused": self._facts.refused,
@@ -112,12 +112,7 @@ class PlannedEngine:
             "prefill_us_per_token": round(1e6 * self._cost.per_token_s, 2),
             "stage_ms": round(1e3 * self._cost.per_stage_s, 2),
             "counters": dict(self._counters),
-            "store": {
-                "root": str(self._settings.store_root),
-                "budget_bytes": self._budget,
-                "num_chunks": usage.num_chunks,
-                "num_bytes": usage.num_bytes,
-            },
+            "store": self._store_status(),
         }
 
     async def prepare(self) -> None:
@@ -313,6 +308,7 @@ class PlannedEngine:
             "fingerprint": self._facts.fingerprint,
             "tenant": settings.tenant,
             "is_stage": is_stage,
+            "rotate": settings.rotate,
             "group": group,
             "member": member,
         }
@@ -372,13 +368,34 @@ class PlannedEngine:
         if tenant in self._stores:
             self._stores.move_to_end(tenant)
         else:
-            # Chunks carry the rank; plans are made from rank 0's.
-            self._stores[tenant] = NodeStore(
-                self._settings.store_root, f"{self._facts.fingerprint}-r0", tenant, self._budget
-            )
+            self._stores[tenant] = self._open_store(tenant)
             if len(self._stores) > MAX_TENANTS:
                 self._stores.popitem(last=False)
         return self._stores[tenant]
+
+    def _open_store(self, tenant: str) -> NodeStore:
+        # Chunks carry the rank; plans are made from rank 0's.
+        name = f"{self._facts.fingerprint}-r0"
+        return NodeStore(self._settings.store_root, name, tenant, self._budget, self._disk)
+
+    def _store_status(self) -> dict[str, Any]:
+        store = self._store("default")
+        usage, disk_usage = store.usage(), store.disk_usage()
+        status: dict[str, Any] = {
+            "root": str(self._settings.store_root),
+            "budget_bytes": self._budget,
+            "num_chunks": usage.num_chunks,
+            "num_bytes": usage.num_bytes,
+            "num_quarantined": usage.num_quarantined,
+        }
+        if self._disk is not None and disk_usage is not None and self._disk_scan is not None:
+            status["disk"] = {
+                "root": str(self._disk.root),
+                "budget_bytes": self._disk.budget_bytes,
+                **asdict(disk_usage),
+                "scan": {"state": self._disk_scan.state, **self._disk_scan.counters},
+            }
+        return status
 
     async def _probe(self) -> str | None:
         """Prefill one repeated token, compare turned with computed keys; return why reuse must be refused, or None."""
@@ -432,12 +449,11 @@ class PlannedEngine:
     def _scratch_store(self) -> Iterator[NodeStore]:
         """The store of a tenant of its own, in which nothing is found and of which nothing is left."""
         tenant = f"probe-{uuid.uuid4().hex}"
-        store = NodeStore(self._settings.store_root, f"{self._facts.fingerprint}-r0", tenant, self._budget)
+        store = self._open_store(tenant)
         try:
             yield store
         finally:
-            with contextlib.suppress(OSError):
-                shutil.rmtree(store.base)
+            store.clear()
 
 
 EngineClient.register(PlannedEngine)

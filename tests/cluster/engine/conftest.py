@@ -31,7 +31,9 @@ class Answer:
 class Engine:
     """An `AsyncLLM` in a thread with its own event loop; `settings` puts Ropewalk into and around it."""
 
-    def __init__(self, model: str, *, store_root: Path | None, **engine_args: Any) -> None:
+    def __init__(
+        self, model: str, *, store_root: Path | None, disk_root: Path | None = None, **engine_args: Any
+    ) -> None:
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
         os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
         # vLLM would bind every engine's threads to the same cores.
@@ -41,6 +43,7 @@ class Engine:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self.num_preemptions = 0
         self.store_root = store_root
+        self.disk_root = disk_root
         self._run(self._start(model, store_root, engine_args))
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
@@ -74,7 +77,9 @@ class Engine:
             "max_logprobs": -1,
         } | engine_args
         if store_root is not None:
-            settings = EngineSettings(store_root=store_root, store_budget_bytes=1 << 30)
+            settings = EngineSettings(
+                store_root=store_root, store_budget_bytes=1 << 30, disk_root=self.disk_root, disk_budget_bytes=1 << 30
+            )
             arguments["kv_transfer_config"] = kv_transfer_config(settings)
         config = AsyncEngineArgs(**arguments).create_engine_config()
         self.llm = AsyncLLM.from_vllm_config(config, stat_loggers=[CountPreemptions])

@@ -209,7 +209,7 @@ from ropewalk.cluster.store.chunk import ChunkHeader
 from ropewalk.cluster.store.node_store import DiskTier, NodeStore
 from ropewalk.kernels.keys import Domain, as_tokens, chain_key, content_key, root_key
 
-store = NodeStore(Path(sys.argv[1]), "model", "acme", 30_000, DiskTier(Path(sys.argv[2]), 30_000))
+store = NodeStore(Path(sys.argv[1]), "model", "acme", 15_000, DiskTier(Path(sys.argv[2]), 15_000))
 for seed in list(range(30)) * 2:
     generator = torch.Generator().manual_seed(seed)
     tokens = as_tokens(torch.randint(0, 50_000, (40,), generator=generator).numpy())
@@ -224,7 +224,7 @@ def test_processes_that_write_the_same_chunks_at_once_leave_whole_ones(tmp_path)
     """They evict, demote and promote at the same time: each budget holds less than half of what they write."""
     memory, disk = tmp_path / "memory", tmp_path / "disk"
     chunks = [make_chunk(seed) for seed in range(30)]
-    reader = NodeStore(memory, "model", TENANT, 30_000, DiskTier(disk, 30_000))
+    reader = NodeStore(memory, "model", TENANT, 15_000, DiskTier(disk, 15_000))
     command = [sys.executable, "-c", WRITER, str(memory), str(disk)]
     writers = [subprocess.Popen(command, stderr=subprocess.PIPE) for _ in range(2)]
     num_read = 0
@@ -259,18 +259,18 @@ def test_a_reader_keeps_its_rows_when_the_file_is_replaced(tmp_path):
 
 
 def full_disk(root: Path) -> tuple[list[str], str]:
-    """A command with a file system of 128 KiB of its own at `root`, and the program that it reads."""
+    """A command with a file system of 64 KiB of its own at `root`, and the program that it reads."""
     program = textwrap.dedent(f"""
         import sys
         from pathlib import Path
         sys.argv = ["", {str(root / "store")!r}, {str(root / "disk")!r}]
-        source = {WRITER!r}.replace("30_000", "100_000_000")
+        source = {WRITER!r}.replace("15_000", "100_000_000")
         exec(source)
         left = [path for path in Path({str(root)!r}).rglob("*.tmp")]
         print(store.counters["puts"], store.counters["put_failed"], store.counters["put_failed_no_space"], len(left))
         print(*store.check_integrity())
     """)
-    mount = f"mount -t tmpfs -o size=128k ropewalk-test {root} && exec {sys.executable} -"
+    mount = f"mount -t tmpfs -o size=64k ropewalk-test {root} && exec {sys.executable} -"
     return ["unshare", "--mount", "--map-root-user", "sh", "-c", mount], program
 
 
