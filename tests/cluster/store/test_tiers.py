@@ -204,6 +204,14 @@ def test_a_chunk_that_a_longer_one_replaces_is_not_carried_to_the_disk(roots):
     assert roots.on_disk() == {header.chain}
 
 
+def test_nobody_else_can_read_what_lies_in_either_root(roots, chunks):
+    store = roots.open()
+    store.put(*chunks[0])
+    store.flush(60)
+    for root in (roots.memory, roots.disk):
+        assert root.stat().st_mode & 0o077 == 0
+
+
 def test_folders_of_others_under_a_root_are_left_alone(tmp_path):
     """Git, for one, keeps its objects in folders of the same form."""
     theirs = tmp_path / "project" / ".git" / "objects" / "aa" / "0123456789"
