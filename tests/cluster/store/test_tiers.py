@@ -1,5 +1,6 @@
 """Memory and the disk below it: what moves where, what is found, and what is left after a restart."""
 
+import errno
 import os
 import shutil
 import time
@@ -144,6 +145,35 @@ def test_a_disk_that_cannot_be_written_costs_what_was_to_go_there_only(roots, ch
     assert store.counters["demote_failed_no_folder"] == store.counters["evicted"] > 0
     assert torch.equal(store.read(chunks[-1][0].chain)[1], chunks[-1][1])
     assert store.by_chain(chunks[0][0].chain) is None
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (errno.ENOSPC, "no_space"),
+        (errno.EROFS, "not_permitted"),
+        (errno.EMFILE, "too_many_files"),
+        (errno.EIO, "io_error"),
+    ],
+)
+def test_what_the_file_system_refuses_is_counted_by_its_reason(roots, chunks, monkeypatch, number, reason):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    store, (header, rows) = roots.open(), chunks[0]
+    monkeypatch.setattr("ropewalk.cluster.store.node_store.write_chunk", refuse)
+    assert not store.put(header, rows)
+    assert store.counters["put_failed"] == store.counters[f"put_failed_{reason}"] == 1
+    monkeypatch.undo()
+    store.put(header, rows)
+    monkeypatch.setattr("ropewalk.cluster.store.tier.write_bytes", refuse)
+    assert store.flush(60) == 0
+    assert store.counters[f"demote_failed_{reason}"] == 1
+    monkeypatch.undo()
+    store.evict(0)
+    monkeypatch.setattr("ropewalk.cluster.store.node_store.write_bytes", refuse)
+    assert torch.equal(store.read(header.chain)[1], rows), "from the disk"
+    assert store.counters[f"promote_failed_{reason}"] == 1
 
 
 def test_a_tier_that_cannot_be_read_is_counted_and_the_other_one_serves(roots, chunks):
