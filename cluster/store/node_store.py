@@ -270,7 +270,8 @@ class NodeStore:
 
     def _promote(self, header: ChunkHeader, data: bytearray) -> None:
         """Put a chunk that was read from the disk into memory too, if that drives nothing out."""
-        if not self._memory.has_room(len(data)):
+        versions = self._folders[0].listed("content", header.content)
+        if len(versions) >= MAX_VERSIONS or not self._memory.has_room(len(data)):
             self.counters["promote_no_room"] += 1
             return
         try:

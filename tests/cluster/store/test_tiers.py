@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
 from ropewalk.cluster.store.chunk import ChunkCorrupt
-from ropewalk.cluster.store.node_store import DiskTier, NodeStore
+from ropewalk.cluster.store.node_store import MAX_VERSIONS, DiskTier, NodeStore
 from ropewalk.kernels.keys import as_tokens, head_key
 
 from .test_node_store import TENANT, StoreMachine, make_chunk, make_header
@@ -99,6 +99,18 @@ def test_reading_drives_nothing_out_of_a_full_memory(roots, chunks):
     assert store.counters["demoted"] == num_demoted
     assert store.counters["promote_no_room"] > 0
     assert store.usage().num_bytes <= 40_000
+
+
+def test_a_version_read_from_the_disk_drives_no_other_version_out(roots):
+    store, (header, rows) = roots.open(), make_chunk(1)
+    versions = [make_header(header.tokens, parent=f"{n:032x}") for n in range(MAX_VERSIONS + 1)]
+    store.put(versions[0], rows)
+    store.evict(0)
+    for version in versions[1:]:
+        store.put(version, rows)
+    assert torch.equal(store.read(versions[0].chain)[1], rows)
+    assert roots.in_memory() == {version.chain for version in versions[1:]}
+    assert len(store.by_content(header.content)) == MAX_VERSIONS
 
 
 def test_the_disks_budget_holds_and_the_least_recently_used_goes_first(roots, chunks):
