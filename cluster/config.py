@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from importlib import metadata
 from pathlib import Path
@@ -125,12 +126,17 @@ class ModelConfig(_Settings):
 
 
 class StoreConfig(_Settings):
-    """The chunk store of a node. Without `root` it lives in memory and goes when the cluster stops."""
+    """The chunk store of a node. Without `root` it lives in memory and goes when the cluster stops.
+
+    `disk_root` takes what memory has no room for, and survives restarts.
+    """
 
     root: Path | None = None
     budget: Size | None = None
+    disk_root: Path | None = None
+    disk_budget: Size | None = None
 
-    @field_validator("root")
+    @field_validator("root", "disk_root")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
         if value is None:
@@ -139,6 +145,16 @@ class StoreConfig(_Settings):
         if root.exists() and not root.is_dir():
             raise ValueError("this is a file; give a directory")
         return root
+
+    @model_validator(mode="after")
+    def _tiers(self) -> StoreConfig:
+        if self.disk_budget is not None and self.disk_root is None:
+            raise ValueError("disk_budget needs a disk_root")
+        if self.root is not None and self.disk_root is not None:
+            common = os.path.commonpath([self.root, self.disk_root])
+            if common in (str(self.root), str(self.disk_root)):
+                raise ValueError(f"root and disk_root must lie apart, got {self.root} and {self.disk_root}")
+        return self
 
 
 class SchedulerConfig(_Settings):

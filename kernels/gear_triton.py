@@ -76,5 +76,8 @@ def chunk_limits_on_gpu(tokens: torch.Tensor, sizes: ChunkSizes, kernel: Any = g
     places of the candidates come back there, about one in a hundred tokens.
     """
     _, is_candidate = hash_on_gpu(tokens, sizes, kernel)
-    ends = torch.nonzero(is_candidate).flatten() + 1
-    return choose_limits(ends.tolist(), len(tokens), sizes)
+    ends = set((torch.nonzero(is_candidate).flatten() + 1).tolist())
+    if sizes.markers:
+        markers = torch.tensor(sizes.markers, device=tokens.device)
+        ends.update(torch.nonzero(torch.isin(tokens, markers)).flatten().tolist())
+    return choose_limits(sorted(ends), len(tokens), sizes)

@@ -56,11 +56,14 @@ class Engine:
         model: str,
         *,
         store_root: Path | None,
+        disk_root: Path | None = None,
         settings: dict[str, Any] | None = None,
         forcing: bool = False,
         **engine_args: Any,
     ) -> None:
-        """Start it: some ten seconds. `settings` are `EngineSettings` beside `store_root`, the rest vLLM's."""
+        """Start it: some ten seconds. `disk_root` is the store's second tier; `settings` are `EngineSettings` beside
+        the roots, the rest vLLM's arguments.
+        """
         if is_cpu_build():
             os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
             # vLLM would bind every engine's threads to the same cores.
@@ -70,10 +73,13 @@ class Engine:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self.num_preemptions = 0
-        self.store_root = store_root
+        self.store_root, self.disk_root = store_root, disk_root
         if forcing:
             engine_args["logits_processors"] = [FORCING]
-        self.run(self._start(model, settings or {}, engine_args))
+        tiers = {"store_root": store_root, "store_budget_bytes": 1 << 30}
+        if disk_root is not None:
+            tiers |= {"disk_root": disk_root, "disk_budget_bytes": 1 << 30}
+        self.run(self._start(model, tiers | (settings or {}), engine_args))
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine on the engine's event loop and return its result."""
@@ -106,8 +112,7 @@ class Engine:
         if is_cpu_build():
             arguments["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
         if self.store_root is not None:
-            values = {"store_root": self.store_root, "store_budget_bytes": 1 << 30} | settings
-            engine_settings = EngineSettings.model_validate(values)
+            engine_settings = EngineSettings.model_validate(settings)
             arguments["kv_transfer_config"] = kv_transfer_config(engine_settings)
         config = AsyncEngineArgs(**(arguments | engine_args)).create_engine_config()
         if self.store_root is not None:

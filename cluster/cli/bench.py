@@ -6,7 +6,7 @@ import argparse
 import importlib
 from typing import Any
 
-STUDIES = ("roc",)
+STUDIES = ("reuse", "roc")
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:

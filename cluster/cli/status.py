@@ -108,4 +108,9 @@ def _reuse(model: Mapping[str, Any], replica: Mapping[str, Any]) -> str:
 def _store(store: Mapping[str, Any] | None) -> str:
     if not store:
         return ""
-    return f"{store['num_chunks']} chunks, {store['num_bytes'] / 2**20:.1f} of {store['budget_bytes'] / 2**20:.0f} MiB"
+    shown = _tier(store)
+    return f"{shown}; on disk {_tier(store['disk'])}" if "disk" in store else shown
+
+
+def _tier(tier: Mapping[str, Any]) -> str:
+    return f"{tier['num_chunks']} chunks, {tier['num_bytes'] / 2**20:.1f} of {tier['budget_bytes'] / 2**20:.0f} MiB"

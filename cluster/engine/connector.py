@@ -57,11 +57,16 @@ GATHER_S = 0.1
 
 @dataclass(slots=True)
 class LoadPart:
-    """Rows `[offset, offset + n)` of a chunk, `n = len(slots)`, turned by `turn`, go to `slots`."""
+    """Rows `[offset, offset + n)` of a chunk, `n = len(slots)`, turned by `turn`, go to `slots`.
+
+    `source` is the position that the plan takes the chunk's first row to be computed at. None: rows are taken at wrong
+    positions on purpose.
+    """
 
     chunk: str
     offset: int
     turn: int
+    source: int | None
     tokens: Tokens
     slots: Slots
 
@@ -110,6 +115,7 @@ class _Tracked:
     plan: Plan
     place: Place
     is_stage: bool
+    rotate: bool
     num_local: int = 0
     num_external: int = 0
     num_failed: int = 0
@@ -138,9 +144,9 @@ class RopewalkConnector(KVConnectorBase_V1):
         self._settings = settings_of(vllm_config)
         self._facts = engine_facts(vllm_config)
         self._refused = self._facts.refused
-        self._budget = self._settings.budget()
+        self._budget, self._disk = self._settings.budget(), self._settings.disk()
         self._block_size: int = vllm_config.cache_config.block_size
-        self._stores = OpenStores(self._settings, self._budget, rank=0)
+        self._stores = OpenStores(self._settings, self._budget, self._disk, rank=0)
         if len(kv_cache_config.kv_cache_groups) != 1 and self._refused is None:
             self._refused = "layers have KV caches of several kinds"
         if self._refused:
@@ -183,7 +189,8 @@ class RopewalkConnector(KVConnectorBase_V1):
         if is_inexact and not request.block_hashes:
             logger.error("Request %s is planned with reuse, but no full block can carry its domain", request.request_id)
             return
-        tracked = _Tracked(request, plan, (params["fingerprint"], params["tenant"]), bool(params["is_stage"]))
+        place = (params["fingerprint"], params["tenant"])
+        tracked = _Tracked(request, plan, place, bool(params["is_stage"]), bool(params.get("rotate", True)))
         tracked.keep = params.get("keep", True)
         self._tracked[request.request_id] = tracked
         if plan.batched and plan.stages:
@@ -261,6 +268,7 @@ class RopewalkConnector(KVConnectorBase_V1):
                         segment.chunk,
                         segment.offset + first - segment.start,
                         segment.turn,
+                        segment.start - segment.offset - segment.turn if tracked.rotate else None,
                         tokens[first:last],
                         slots_of(tracked.block_ids, first, last, self._block_size),
                     )
@@ -384,7 +392,7 @@ class RopewalkConnector(KVConnectorBase_V1):
                 self._not_saved.add(save.request_id)
                 continue
             if self._saver is None:
-                stores = OpenStores(self._settings, self._budget, self._stores.rank)
+                stores = OpenStores(self._settings, self._budget, self._disk, self._stores.rank)
                 self._saver = Saver(self._layout, stores)
             self._saver.submit(save)
 
@@ -423,6 +431,9 @@ class RopewalkConnector(KVConnectorBase_V1):
         # A key is only a candidate: the token ids decide.
         if not np.array_equal(header.tokens[part.offset : end], part.tokens):
             raise _TokensDiffer(f"chunk {part.chunk} holds other tokens")
+        # The plan turns by where it believed the rows to come from.
+        if part.source is not None and header.start != part.source:
+            raise _StartDiffers(f"chunk {part.chunk} begins at {header.start}, planned as {part.source}")
         return StoredRows(torch.from_numpy(part.slots), rows[:, part.offset : end], part.turn)
 
     def wait_for_save(self) -> None:
@@ -477,7 +488,11 @@ class RopewalkConnector(KVConnectorBase_V1):
 
 
 class _TokensDiffer(Exception):
-    """A chunk's token ids are not those of the prompt: a key collided, or a file lies under a wrong name."""
+    """A chunk's token ids are not those of the prompt: a key collided."""
+
+
+class _StartDiffers(Exception):
+    """A chunk was computed at another position than the plan assumed: its keys would be turned wrongly."""
 
 
 def _reason(error: Exception) -> str:
@@ -487,6 +502,8 @@ def _reason(error: Exception) -> str:
         return "chunk_corrupt"
     if isinstance(error, _TokensDiffer):
         return "tokens_differ"
+    if isinstance(error, _StartDiffers):
+        return "start_differs"
     if isinstance(error, UnsupportedLayout):
         return "layout_unknown"
     return "load_failed"

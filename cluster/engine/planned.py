@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import shutil
 import time
 import uuid
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import AsyncGenerator, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from ropewalk.cluster.engine.settings import EngineSettings
 from ropewalk.cluster.engine.stores import OpenStores
 from ropewalk.cluster.store.chunk import ChunkCorrupt
 from ropewalk.cluster.store.node_store import NodeStore
+from ropewalk.cluster.store.scan import BackgroundScan
 from ropewalk.kernels.keys import Tokens, as_tokens
 from ropewalk.scheduler.costs import LEAST_RUN, StageCost
 from ropewalk.scheduler.planner import Plan, make_plan
@@ -66,8 +66,9 @@ class PlannedEngine:
         self._block_size: int = vllm_config.cache_config.block_size
         self._vocabulary: int = vllm_config.model_config.get_vocab_size()
         self._max_model_len: int = vllm_config.model_config.max_model_len
-        self._budget = settings.budget()
-        self._stores = OpenStores(settings, self._budget, rank=0)
+        self._budget, self._disk = settings.budget(), settings.disk()
+        self._disk_scan = BackgroundScan(self._disk.root) if self._disk is not None else None
+        self._stores = OpenStores(settings, self._budget, self._disk, rank=0)
         self._reports: OrderedDict[str, list[RequestReport]] = OrderedDict()
         self._counters: Counter[str] = Counter()
         self._engine_counters: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -91,7 +92,6 @@ class PlannedEngine:
 
     def status(self) -> dict[str, Any]:
         """Return what this engine does and has done, JSON-able."""
-        usage = self._store("default").usage()
         return {
             "fingerprint": self._facts.fingerprint,
             "refused": self._facts.refused,
@@ -105,12 +105,7 @@ class PlannedEngine:
             "stage_ms": round(1e3 * self._cost.per_stage_s, 2),
             "counters": self._all_counters(),
             "saves_waiting": len(self._pending),
-            "store": {
-                "root": str(self._settings.store_root),
-                "budget_bytes": self._budget,
-                "num_chunks": usage.num_chunks,
-                "num_bytes": usage.num_bytes,
-            },
+            "store": self._store_status(),
         }
 
     async def prepare(self) -> None:
@@ -324,6 +319,7 @@ class PlannedEngine:
             "tenant": settings.tenant,
             "is_stage": is_stage,
             "keep": settings.keep,
+            "rotate": settings.rotate,
             "group": group,
             "member": member,
         }
@@ -385,6 +381,30 @@ class PlannedEngine:
         # Chunks carry the rank; plans are made from rank 0's.
         return self._stores.get((self._facts.fingerprint, tenant))
 
+    def _open_store(self, tenant: str) -> NodeStore:
+        # Chunks carry the rank; plans are made from rank 0's.
+        name = f"{self._facts.fingerprint}-r0"
+        return NodeStore(self._settings.store_root, name, tenant, self._budget, self._disk)
+
+    def _store_status(self) -> dict[str, Any]:
+        store = self._store("default")
+        usage, disk_usage = store.usage(), store.disk_usage()
+        status: dict[str, Any] = {
+            "root": str(self._settings.store_root),
+            "budget_bytes": self._budget,
+            "num_chunks": usage.num_chunks,
+            "num_bytes": usage.num_bytes,
+            "num_quarantined": usage.num_quarantined,
+        }
+        if self._disk is not None and disk_usage is not None and self._disk_scan is not None:
+            status["disk"] = {
+                "root": str(self._disk.root),
+                "budget_bytes": self._disk.budget_bytes,
+                **asdict(disk_usage),
+                "scan": {"state": self._disk_scan.state, **self._disk_scan.counters},
+            }
+        return status
+
     async def _probe(self) -> str | None:
         """Prefill one repeated token, compare turned with computed keys; return why reuse must be refused, or None."""
         assert self._facts.rotary is not None
@@ -437,12 +457,11 @@ class PlannedEngine:
     def _scratch_store(self) -> Iterator[NodeStore]:
         """The store of a tenant of its own, in which nothing is found and of which nothing is left."""
         tenant = f"probe-{uuid.uuid4().hex}"
-        store = NodeStore(self._settings.store_root, f"{self._facts.fingerprint}-r0", tenant, self._budget)
+        store = self._open_store(tenant)
         try:
             yield store
         finally:
-            with contextlib.suppress(OSError):
-                shutil.rmtree(store.base)
+            store.clear()
 
 
 EngineClient.register(PlannedEngine)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from ropewalk.cluster.store.node_store import DiskTier
+from ropewalk.cluster.store.tier import Tier
 from ropewalk.kernels.gear import ChunkSizes
 from ropewalk.scheduler.planner import PlannerSettings
 
@@ -19,6 +22,9 @@ EXTRA_CONFIG_KEY = "ropewalk"
 MAX_DEFAULT_BUDGET = 8 << 30
 """Largest budget chosen without being asked, in bytes: RAM that a tmpfs takes is RAM that models do not have."""
 
+MAX_DEFAULT_DISK_BUDGET = 64 << 30
+"""The same for the disk."""
+
 
 def default_store_root() -> Path:
     """Return the store's root on tmpfs, private to the user."""
@@ -27,10 +33,23 @@ def default_store_root() -> Path:
 
 def default_store_budget(root: Path) -> int:
     """Return a budget in bytes: half of what is free where `root` lies, at most `MAX_DEFAULT_BUDGET`."""
+    return max(min(_free_bytes(root) // 2, MAX_DEFAULT_BUDGET), 1 << 20)
+
+
+def default_disk_budget(root: Path) -> int:
+    """Return a budget in bytes: half of what is free on the disk or taken by the store itself.
+
+    What earlier runs have left counts as room: the budget would halve with each restart.
+    """
+    num_held = Tier(root, 1, Counter()).usage().num_bytes
+    return max(min((_free_bytes(root) + num_held) // 2, MAX_DEFAULT_DISK_BUDGET), 1 << 20)
+
+
+def _free_bytes(root: Path) -> int:
     place = root
     while not place.exists():
         place = place.parent
-    return max(min(shutil.disk_usage(place).free // 2, MAX_DEFAULT_BUDGET), 1 << 20)
+    return shutil.disk_usage(place).free
 
 
 class EngineSettings(BaseModel):
@@ -40,6 +59,8 @@ class EngineSettings(BaseModel):
 
     store_root: Path = Field(default_factory=default_store_root)
     store_budget_bytes: int = Field(0, ge=0, description="0: half of what is free where the root lies")
+    disk_root: Path | None = Field(None, description="None: what memory has no room for is dropped")
+    disk_budget_bytes: int = Field(0, ge=0, description="0: half of the disk's free room")
     save: bool = True
     carve_out: int = Field(32, ge=0)
     min_run: int | None = Field(None, ge=1, description="None: learned from what stages cost")
@@ -70,6 +91,23 @@ class EngineSettings(BaseModel):
     def budget(self) -> int:
         """Return the store's budget in bytes."""
         return self.store_budget_bytes or default_store_budget(self.store_root)
+
+    def disk(self) -> DiskTier | None:
+        """Return the store's disk tier, if it has one."""
+        if self.disk_root is None:
+            return None
+        return DiskTier(self.disk_root, self.disk_budget_bytes or default_disk_budget(self.disk_root))
+
+
+def flush_store(settings: EngineSettings, timeout_s: float) -> int:
+    """Copy to the disk tier what only memory holds, as far as time allows; return how many chunks were copied.
+
+    For whoever is about to delete the memory tier.
+    """
+    if (disk := settings.disk()) is None:
+        return 0
+    below = Tier(disk.root, disk.budget_bytes, Counter())
+    return Tier(settings.store_root, settings.budget(), Counter(), below=below).flush(timeout_s)
 
 
 def kv_transfer_config(settings: EngineSettings) -> dict[str, Any]:

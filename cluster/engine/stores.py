@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 
 from ropewalk.cluster.engine.settings import EngineSettings
-from ropewalk.cluster.store.node_store import NodeStore
+from ropewalk.cluster.store.node_store import DiskTier, NodeStore
 
 MAX_PLACES = 256
 """Models and tenants whose stores are kept open. Opening one again costs nothing but its remembered headers."""
@@ -18,8 +18,9 @@ their configuration while they load, so that an engine process would compute ano
 class OpenStores:
     """Opens stores as they are needed. For one thread: each that reads or writes chunks has its own."""
 
-    def __init__(self, settings: EngineSettings, budget_bytes: int, rank: int) -> None:
+    def __init__(self, settings: EngineSettings, budget_bytes: int, disk: DiskTier | None, rank: int) -> None:
         self.rank = rank
+        self._disk = disk
         self._root = settings.store_root
         self._budget = budget_bytes
         self._open: OrderedDict[Place, NodeStore] = OrderedDict()
@@ -31,7 +32,7 @@ class OpenStores:
             self._open.move_to_end(place)
         else:
             fingerprint, tenant = place
-            self._open[place] = NodeStore(self._root, f"{fingerprint}-r{self.rank}", tenant, self._budget)
+            self._open[place] = NodeStore(self._root, f"{fingerprint}-r{self.rank}", tenant, self._budget, self._disk)
             if len(self._open) > MAX_PLACES:
                 self._counters.update(self._open.popitem(last=False)[1].counters)
         return self._open[place]

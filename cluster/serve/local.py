@@ -42,6 +42,9 @@ WORK_PREFIX = "rw-"
 
 _STOP_GRACE_S = 8.0
 
+_FLUSH_S = 20.0
+"""Most seconds that a stop takes to copy chunks to the disk: what is missing is computed again later on."""
+
 Report = Callable[[str], None]
 
 
@@ -293,6 +296,7 @@ class Deployment:
         """Stop what `start` has started; on a running cluster only the application."""
         if self.address is None:
             self._stop_ray()
+            self._flush_store()
         elif self._connected:
             self._delete_application()
         if self._store_dir is not None:
@@ -314,6 +318,16 @@ class Deployment:
         end_processes(started)
         for segment in segments:  # vLLM's workers do not always get to delete theirs
             segment.unlink(missing_ok=True)
+
+    def _flush_store(self) -> None:
+        """Copy to the disk tier what only memory holds: the next cluster starts warm."""
+        if self.config.store.disk_root is None or not self._deployed:
+            return
+        from ropewalk.cluster.engine.settings import flush_store
+        from ropewalk.cluster.serve.application import engine_settings
+
+        num_chunks = flush_store(engine_settings(self.config, self.config.models[0], self.store_root()), _FLUSH_S)
+        self.say(f"kept {num_chunks} more chunks in {self.config.store.disk_root}")
 
     def _delete_application(self) -> None:
         import ray

@@ -1,13 +1,24 @@
-"""One chunk in one file, in safetensors form: rows of KV, the token ids they belong to, and where they came from."""
+"""One chunk in one file, in safetensors form: rows of KV, the token ids they belong to, and where they came from.
+
+A file never changes once it has its name: writers fill a temporary file and rename it, nobody truncates or writes in
+place. So a reader keeps what it has mapped, also when the file is deleted or replaced. (Truncating a mapped file would
+kill its readers by SIGBUS.)
+
+Two checksums, because a planner reads headers alone: one over what a header says and the token ids, one over the rows
+too. A plan turns keys by what a header says, and whoever carries it out might read another, undamaged copy of the file.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import mmap
+import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -16,9 +27,9 @@ import numpy as np
 import torch
 import xxhash
 
-from ropewalk.kernels.keys import Domain, Tokens
+from ropewalk.kernels.keys import Domain, Tokens, chain_key, content_key
 
-FORMAT = "ropewalk-chunk/2"
+FORMAT = "ropewalk-chunk/3"
 
 MAX_HEADER_BYTES = 1 << 16
 """Of the JSON at the beginning: ours has some 700."""
@@ -30,8 +41,23 @@ _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
+class Damage(StrEnum):
+    """Why a chunk file cannot be trusted; part of the counters' names."""
+
+    TRUNCATED = "truncated"
+    UNREADABLE = "unreadable"
+    FORMAT = "format"
+    CHECKSUM = "checksum"
+    WRONG_NAME = "wrong_name"
+    TOKENS = "tokens"
+
+
 class ChunkCorrupt(Exception):
-    """A chunk file that cannot be trusted: unreadable, of another format, or with a wrong checksum."""
+    """A chunk file that cannot be trusted, and why."""
+
+    def __init__(self, message: str, damage: Damage) -> None:
+        super().__init__(message)
+        self.damage = damage
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +78,29 @@ class ChunkHeader:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+
+def verify_names(header: ChunkHeader, name: str) -> None:
+    """Check that a chunk lies under its own name, and that its names follow from its tokens, parent and domain.
+
+    The chain key names all tokens from position 0 on, where they were cut, and in which domain: nothing else may be
+    served under it. Raises `ChunkCorrupt`.
+    """
+    if header.chain != name:
+        raise ChunkCorrupt(f"{name}: the file holds chunk {header.chain}", Damage.WRONG_NAME)
+    chain = chain_key(header.parent, header.tokens, header.domain)
+    if chain != header.chain or content_key(header.tenant, header.tokens) != header.content:
+        raise ChunkCorrupt(f"{name}: the tokens are not those that its keys name", Damage.TOKENS)
+
+
+def header_checksum(metadata: Mapping[str, str], tokens: Tokens) -> str:
+    """Return the xxh3-64 of what a chunk says without its rows."""
+    hasher = xxhash.xxh3_64()
+    for name in sorted(metadata):
+        if name not in ("checksum", "header_checksum"):
+            hasher.update(f"{name}={metadata[name]}\n".encode())
+    hasher.update(tokens.tobytes())
+    return hasher.hexdigest()
 
 
 def checksum(metadata: Mapping[str, str], rows: torch.Tensor, tokens: Tokens) -> str:
@@ -86,9 +135,10 @@ def write_chunk(path: Path, header: ChunkHeader, rows: torch.Tensor) -> int:
         "domain": header.domain.value,
         "start": str(header.start),
     }
+    metadata["header_checksum"] = header_checksum(metadata, header.tokens)
     metadata["checksum"] = checksum(metadata, rows, header.tokens)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    temporary = temporary_name(path)
     try:
         size = 0
         with open(temporary, "xb", buffering=0) as file:
@@ -135,57 +185,124 @@ def _bytes(rows: torch.Tensor) -> bytes | memoryview:
     return memoryview(rows.view(torch.uint8).numpy().reshape(-1).data) if rows.numel() else b""
 
 
+def write_bytes(path: Path, data: bytes | bytearray) -> None:
+    """Write a chunk file that is in memory already, atomically as `write_chunk` does. Raises `OSError`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_name(path)
+    try:
+        temporary.write_bytes(data)
+        temporary.rename(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def temporary_name(path: Path) -> Path:
+    """Return a name beside `path`, nobody else's, that no look-up takes for a chunk."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+
+
 def read_header(path: Path) -> ChunkHeader:
-    """Read a chunk's header. Raises `FileNotFoundError` when there is none and `ChunkCorrupt` when it is damaged."""
-    return _read(path)[0]
+    """Read and verify a chunk's header, without its rows.
+
+    Raises `FileNotFoundError` when there is none, `ChunkCorrupt` when it is damaged, another `OSError` when it cannot
+    be read.
+    """
+    with open(path, "rb") as file, _damaged(path.name):
+        size = os.fstat(file.fileno()).st_size
+        length = _json_length(file.read(8), size, path.name)
+        entries = _entries(file.read(length), size - 8 - length, path.name)
+        first, last = entries["tokens"]["data_offsets"]
+        file.seek(8 + length + max(first, 0))
+        tokens = _tensor(bytearray(file.read(last - first)), -first, entries["tokens"])
+        return _header(entries["__metadata__"], tokens, path.name)
 
 
 def read_chunk(path: Path) -> tuple[ChunkHeader, torch.Tensor]:
-    """Read and verify a whole chunk; rows are mapped from the file, `[L, n, ...]`, and must not be written to.
+    """Map and verify a whole chunk; rows are a view of the file, `[L, n, ...]`, and must not be written to.
 
-    Raises `FileNotFoundError` when there is none and `ChunkCorrupt` when it is damaged or its checksum does not fit.
+    Raises `FileNotFoundError` when there is none, `ChunkCorrupt` when it is damaged or its checksum does not fit,
+    another `OSError` when it cannot be read.
     """
-    header, rows, metadata = _read(path)
-    found = checksum(metadata, rows, header.tokens)
-    if found != metadata.get("checksum"):
-        raise ChunkCorrupt(f"{path.name}: checksum is {found}, should be {metadata.get('checksum')}")
+    with open(path, "rb") as file, _damaged(path.name):  # an empty file cannot be mapped
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants memory it could write to
+    return parse_chunk(memory, path.name)
+
+
+def parse_chunk(memory: mmap.mmap | bytearray, name: str) -> tuple[ChunkHeader, torch.Tensor]:
+    """Verify a whole chunk file in memory; rows are a view of it. Raises `ChunkCorrupt`, which calls it `name`.
+
+    The library's own reader takes four times as long and opens the file twice.
+    """
+    with _damaged(name):
+        length = _json_length(memory[:8], len(memory), name)
+        entries = _entries(memory[8 : 8 + length], len(memory) - 8 - length, name)
+        header = _header(entries["__metadata__"], _tensor(memory, 8 + length, entries["tokens"]), name)
+        rows = _tensor(memory, 8 + length, entries["rows"])
+        if rows.shape[1] != len(header):
+            raise ValueError(f"rows {tuple(rows.shape)} for {len(header)} tokens")
+        found, said = checksum(entries["__metadata__"], rows, header.tokens), entries["__metadata__"].get("checksum")
+    if found != said:
+        raise ChunkCorrupt(f"{name}: checksum is {found}, should be {said}", Damage.CHECKSUM)
     return header, rows
 
 
-def _read(path: Path) -> tuple[ChunkHeader, torch.Tensor, dict[str, str]]:
-    """Map a file and find its way about. The library's own reader takes four times as long and opens the file twice."""
-    with open(path, "rb") as file:
-        try:
-            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants memory that could be written to
-            length = int.from_bytes(memory[:8], "little")
-            if not 0 < length <= min(len(memory) - 8, MAX_HEADER_BYTES):
-                raise ChunkCorrupt(f"{path.name}: a header of {length} bytes in a file of {len(memory)}")
-            entries = json.loads(memory[8 : 8 + length])
-            metadata = entries["__metadata__"]
-            if metadata.get("format") != FORMAT:
-                raise ChunkCorrupt(f"{path.name}: format is {metadata.get('format')!r}, should be {FORMAT!r}")
-            header = ChunkHeader(
-                chain=metadata["chain"],
-                parent=metadata["parent"],
-                content=metadata["content"],
-                tenant=metadata["tenant"],
-                domain=Domain(metadata["domain"]),
-                start=int(metadata["start"]),
-                tokens=_tensor(memory, 8 + length, entries["tokens"]).numpy().astype(np.int32),
-            )
-            rows = _tensor(memory, 8 + length, entries["rows"])
-        except (OSError, LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-            raise ChunkCorrupt(f"{path.name}: {type(error).__name__}: {error}") from error
-    return header, rows, metadata
+@contextlib.contextmanager
+def _damaged(name: str) -> Iterator[None]:
+    """Call whatever goes wrong while a file is taken apart damage; not what the system refuses (`OSError`)."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
+        raise ChunkCorrupt(f"{name}: {type(error).__name__}: {error}", Damage.UNREADABLE) from error
 
 
-def _tensor(memory: mmap.mmap, begin: int, entry: Mapping[str, Any]) -> torch.Tensor:
-    """View a tensor in a mapped safetensors file, whose data begins at byte `begin`."""
+def _json_length(prefix: bytes | bytearray, size: int, name: str) -> int:
+    """Return the length of the JSON behind the first 8 bytes of a file of `size` bytes."""
+    length = int.from_bytes(prefix, "little")
+    if not 0 < length <= MAX_HEADER_BYTES:
+        raise ChunkCorrupt(f"{name}: a header of {length} bytes in a file of {size}", Damage.UNREADABLE)
+    if 8 + length > size:
+        raise ChunkCorrupt(f"{name}: a header of {length} bytes in a file of {size}", Damage.TRUNCATED)
+    return length
+
+
+def _entries(text: bytes | bytearray, num_bytes: int, name: str) -> dict[str, Any]:
+    """Read the JSON of a file that has `num_bytes` of data behind it."""
+    entries: dict[str, Any] = json.loads(text)
+    found = entries["__metadata__"].get("format")
+    if found != FORMAT:
+        raise ChunkCorrupt(f"{name}: format is {found!r}, should be {FORMAT!r}", Damage.FORMAT)
+    expected = max(entries[tensor]["data_offsets"][1] for tensor in ("rows", "tokens"))
+    if num_bytes != expected:
+        damage = Damage.TRUNCATED if num_bytes < expected else Damage.UNREADABLE
+        raise ChunkCorrupt(f"{name}: {num_bytes} bytes of data, should be {expected}", damage)
+    return entries
+
+
+def _header(metadata: Mapping[str, str], tokens: torch.Tensor, name: str) -> ChunkHeader:
+    """Put a header together and verify its checksum."""
+    header = ChunkHeader(
+        chain=metadata["chain"],
+        parent=metadata["parent"],
+        content=metadata["content"],
+        tenant=metadata["tenant"],
+        domain=Domain(metadata["domain"]),
+        start=int(metadata["start"]),
+        tokens=tokens.numpy().astype(np.int32),
+    )
+    found, said = header_checksum(metadata, header.tokens), metadata.get("header_checksum")
+    if found != said:
+        raise ChunkCorrupt(f"{name}: checksum of the header is {found}, should be {said}", Damage.CHECKSUM)
+    return header
+
+
+def _tensor(memory: mmap.mmap | bytearray, begin: int, entry: Mapping[str, Any]) -> torch.Tensor:
+    """View a tensor in a safetensors file, whose data begins at byte `begin` of `memory`."""
     first, last = entry["data_offsets"]
     dtype, shape = _DTYPES[entry["dtype"]], [int(size) for size in entry["shape"]]
     count = math.prod(shape)
     if min([first, *shape]) < 0 or last - first != count * dtype.itemsize or begin + last > len(memory):
-        raise ValueError(f"{entry} does not fit a file of {len(memory)} bytes")
+        raise ValueError(f"{entry} does not fit into {len(memory)} bytes")
     if count == 0:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=begin + first).view(shape)

@@ -127,6 +127,19 @@ def test_a_store_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
     assert "this is a file" in problem_of({**config_of(), "store": {"root": str(file)}})
 
 
+def test_a_disk_tier_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
+    def problem(**store: str) -> str:
+        return problem_of({**config_of(), "store": store})
+
+    (tmp_path / "file").touch()
+    assert "disk_budget needs a disk_root" in problem(disk_budget="1GiB")
+    assert "this is a file" in problem(disk_root=str(tmp_path / "file"))
+    for inner in ("", "disk"):
+        assert "must lie apart" in problem(root=str(tmp_path), disk_root=str(tmp_path / inner))
+    apart = {"root": str(tmp_path / "a"), "disk_root": str(tmp_path / "b"), "disk_budget": "2GiB"}
+    assert parse_config({**config_of(), "store": apart}, "x").store.disk_budget == 2 << 30
+
+
 def test_the_example_settings_in_the_repository_are_valid() -> None:
     config = load_config(Path(__file__).parents[2] / "serve.yaml")
     assert config.models

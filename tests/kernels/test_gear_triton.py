@@ -28,6 +28,7 @@ SIZES = [
     ChunkSizes(33, 32, 40),  # a threshold of 2**64 - 1, and the next of 2**63: negative as signed numbers
     ChunkSizes(34, 32, 40),
     ChunkSizes(4096, 1024, 16384),
+    ChunkSizes(40, 8, 64, markers=(1, 2**31 - 1)),
 ]
 
 

@@ -276,6 +276,29 @@ def test_a_failed_load_is_reported_with_its_reason_and_size(harness):
     assert returned["ropewalk"]["num_failed"] == 299
 
 
+def test_a_chunk_that_was_computed_elsewhere_than_planned_is_not_turned(harness):
+    """The planner turns by what it read of a chunk; here it read another position than the file holds now."""
+    body = words(2, 600)
+    harness.fill(as_tokens(np.concatenate([words(3, 57), body])))
+    tokens = as_tokens(np.concatenate([words(4, 128), body, [1, 2, 3]]))
+    plan = harness.plan(tokens, reuse=True)
+    assert {segment.turn for segment in plan.segments if segment.reused} == {128 - 57}
+    wrong = replace(plan, segments=tuple(replace(s, turn=s.turn + s.reused) for s in plan.segments))
+    stage = harness.request(tokens[: plan.stages[0]], wrong, is_stage=True)
+    harness.schedule(stage)
+    harness.layout.numbers[:] = GOOD
+    harness.forward()
+    request = harness.request(tokens, wrong, is_stage=False, member=1)
+    request.request_id = "r"
+    harness.connector._tracked["r"] = harness.connector._tracked.pop("r1")
+    harness.layout.numbers[:] = GARBAGE
+    assert harness.schedule(request) > 0
+    output = harness.forward()
+    assert output.kv_connector_worker_meta.failures == {"r": ("start_differs", 128)}
+    assert output.invalid_block_ids >= set(range(1 + 128 // BLOCK_SIZE, len(tokens) // BLOCK_SIZE + 1))
+    assert (harness.layout.numbers[:, (1 + 128 // BLOCK_SIZE) * BLOCK_SIZE :] == GARBAGE).all()
+
+
 def test_a_batched_request_waits_for_its_stage_and_takes_over_its_blocks(harness):
     tokens, plan = staged_prompt(harness, batched=True)
     gap_end = plan.stages[0]

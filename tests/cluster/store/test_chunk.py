@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import resource
 import tempfile
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from ropewalk.cluster.store.chunk import ALIGNMENT, ChunkHeader, read_chunk, write_chunk
-from ropewalk.cluster.store.node_store import NodeStore
 from ropewalk.kernels.keys import Domain, as_tokens, chain_key, content_key, root_key
 
 TENANT = "acme"
@@ -71,17 +69,3 @@ def test_a_file_that_cannot_be_written_to_its_end_is_not_there(tmp_path, limit):
     with files_limited_to(limit), pytest.raises(OSError, match="too large"):
         write_chunk(tmp_path / "chunk", header, rows)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("number", "counter"),
-    [(errno.ENOSPC, "put_no_space"), (errno.EDQUOT, "put_no_space"), (errno.EIO, "put_failed")],
-)
-def test_the_store_counts_why_the_file_system_refuses(tmp_path, monkeypatch, number, counter):
-    def refuse(*args: object) -> int:
-        raise OSError(number, "no")
-
-    monkeypatch.setattr("ropewalk.cluster.store.node_store.write_chunk", refuse)
-    store = NodeStore(tmp_path, "model", TENANT, 1 << 20)
-    assert not store.put(*make((2, 40, 1, 8)))
-    assert {name: count for name, count in store.counters.items() if name.startswith("put")} == {counter: 1}
