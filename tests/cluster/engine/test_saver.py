@@ -64,8 +64,8 @@ class Bench:
     def __init__(self, root: Path, *, budget: int = 1 << 28, max_hold_s: float = 60) -> None:
         self.settings = EngineSettings(store_root=root, store_budget_bytes=budget)
         self.layout = Layout()
-        self.saver = Saver(self.layout, OpenStores(self.settings, budget, 0), max_hold_s)
-        self.queue = SaveQueue(ChunkSizes(), BLOCK_SIZE, OpenStores(self.settings, budget, 0))
+        self.saver = Saver(self.layout, OpenStores(self.settings, budget, None, 0), max_hold_s)
+        self.queue = SaveQueue(ChunkSizes(), BLOCK_SIZE, OpenStores(self.settings, budget, None, 0))
         self.queue.max_blocks = 100
         self.store = NodeStore(root, "model-r0", "t", budget)
         self.counters: Counter[str] = Counter()
@@ -211,7 +211,7 @@ def test_one_request_may_always_be_saved_however_small_the_cache(bench: Bench) -
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(40, 900), st.booleans()), max_size=30))
 def test_no_more_is_held_than_the_bound_and_no_name_twice(finished: list[tuple[int, int, bool]]) -> None:
-    queue = SaveQueue(ChunkSizes(), BLOCK_SIZE, OpenStores(EngineSettings(store_root=Path("/nowhere")), 1, 0))
+    queue = SaveQueue(ChunkSizes(), BLOCK_SIZE, OpenStores(EngineSettings(store_root=Path("/nowhere")), 1, None, 0))
     queue.max_blocks = 40
     held: dict[str, Save] = {}
     for number, (seed, length, released) in enumerate(finished):
