@@ -14,7 +14,7 @@ import numpy as np
 
 NUM_BINS = 40
 NUM_TICKS = 5
-DASHES = ("none", "9 6", "2 6")
+DASHES = ("none", "9 6", "2 4")
 """Patterns of curves, first to third."""
 
 

@@ -28,7 +28,7 @@ def describe(result: Mapping[str, Any]) -> str:
     positions = ", ".join(map(str, result["positions"]))
     return (
         f"{result['attention']}, {result['num_layers']} layers, {result['dtype']}; {result['blocks']} blocks of "
-        f"{result['block_tokens']} tokens (the paper: {FULL_BLOCKS} blocks) at positions {positions}; a layer has "
+        f"{result['block_tokens']} token(s) (the paper: {FULL_BLOCKS} blocks) at positions {positions}; a layer has "
         f"{figures['same']['pairs']:,} same-content and {figures['different']['pairs']:,} different-content pairs"
     )
 

@@ -35,6 +35,9 @@ from ropewalk.scheduler.planner import Piece, pieces
 NUM_FILLERS = 3
 """Texts before the blocks, so that "another context" is not one text."""
 
+TOGETHER = 5 * GROUP
+"""Blocks computed at a time: with their tails they fill a step of vLLM's, 2,048 tokens."""
+
 STORE_BYTES = 1 << 29
 """Budget of the temporary store: rows are read as soon as they are stored."""
 
@@ -145,9 +148,9 @@ def kinds_of(
 
 
 def _groups(engine: Engine, reader: _Reader, material: Material, positions: Sequence[int]) -> Iterator[torch.Tensor]:
-    """Have the engine compute group after group of blocks at all positions; yield rows `[B, P, L, n, H, C]`."""
-    for begin in range(0, len(material.blocks), GROUP):
-        blocks = material.blocks[begin : begin + GROUP]
+    """Have the engine compute groups of blocks at all positions; yield rows `[B, P, L, n, H, C]` group by group."""
+    for begin in range(0, len(material.blocks), TOGETHER):
+        blocks = material.blocks[begin : begin + TOGETHER]
         at_positions = []
         # One position at a time: the store keeps no more than four versions of one content.
         for place, position in enumerate(positions):
@@ -157,8 +160,9 @@ def _groups(engine: Engine, reader: _Reader, material: Material, positions: Sequ
                 prompts.append((*filler[:position], *block, *filler[:HEAD_LENGTH]))
             engine.ask_together(prompts, max_tokens=1)
             ends = position, position + len(blocks[0])
-            at_positions.append(torch.stack([reader.rows(as_tokens(prompt), *ends) for prompt in prompts]))
-        yield torch.stack(at_positions, dim=1)
+            at_positions.append([reader.rows(as_tokens(prompt), *ends) for prompt in prompts])
+        for first in range(0, len(blocks), GROUP):
+            yield torch.stack([torch.stack(rows[first : first + GROUP]) for rows in at_positions], dim=1)
 
 
 class _Reader:
