@@ -1,0 +1,303 @@
+"""The study behind `ropewalk bench reuse`.
+
+Two engines side by side on the same prompts: plain vLLM (the arm `full`) and Ropewalk. A body is computed behind one
+header, then asked for behind others. Arms of Ropewalk: `reuse`, `naive` (keys not turned), `boundary-k` (the first `k`
+tokens of each reused stretch computed). Requests of these arms leave nothing behind, so that all see the same store.
+Times are taken with requests that do, the two engines in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ropewalk.cluster.bench.engine import BLOCK_SIZE, Answer, Engine
+from ropewalk.cluster.bench.patterns import PATTERNS, Case, applies
+from ropewalk.cluster.bench.statistics import divergence, share, spread
+from ropewalk.cluster.bench.tasks import Question, Section, Task, TextTask, task_of
+from ropewalk.cluster.models import RECALL_MLA
+
+ARMS: dict[str, dict[str, Any]] = {
+    "reuse": {},
+    "naive": {"rotate": False},
+    "boundary-16": {"boundary": 16},
+    "boundary-64": {"boundary": 64},
+}
+SOURCE_HEADER = 160
+HEADERS = (32, 96, 128, 224)
+"""Lengths of headers in tokens: a body is computed behind the first, then asked for behind the others."""
+
+GSM8K_TOKENS = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How much is measured: documents a length, questions a document, timed rounds, prompts a pattern and of GSM8K."""
+
+    documents: int
+    questions: int
+    rounds: int
+    patterns: int
+    gsm8k: int
+
+
+QUICK = {True: Counts(5, 20, 5, 24, 0), False: Counts(2, 4, 5, 4, 4)}
+FULL = {True: Counts(20, 20, 15, 200, 0), False: Counts(10, 12, 15, 40, 50)}
+"""By whether the model is the recall model, whose prompts cost little."""
+
+
+@dataclass
+class Tally:
+    """What one arm's answers were, compared with full prefill's."""
+
+    kl_first: list[float] = field(default_factory=list)
+    kl_next: list[float] = field(default_factory=list)
+    argmax: list[bool] = field(default_factory=list)
+    divergence_position: list[int] = field(default_factory=list)
+    num_same: int = 0
+    right: list[bool] = field(default_factory=list)
+    nll: list[float] = field(default_factory=list)
+    recovered: list[float] = field(default_factory=list)
+
+    def add(self, question: Question, full: Answer, answer: Answer, recovered: float) -> None:
+        """Take in one answer; distributions are compared as far as both were given the same tokens."""
+        assert full.logprobs is not None
+        assert answer.logprobs is not None
+        self.kl_first.append(divergence(full.logprobs[0], answer.logprobs[0]))
+        self.argmax.append(int(full.logprobs[0].argmax()) == int(answer.logprobs[0].argmax()))
+        same = _common(full.token_ids, answer.token_ids)
+        for position in range(1, min(same + 1, len(full.logprobs), len(answer.logprobs))):
+            self.kl_next.append(divergence(full.logprobs[position], answer.logprobs[position]))
+        if question.continuation:
+            forced = np.asarray(question.continuation)
+            self.nll += (-answer.logprobs[np.arange(len(forced)), forced]).tolist()
+        else:
+            self.right.append(answer.token_ids[: len(question.answer)] == question.answer)
+            if same < len(full.token_ids):
+                self.divergence_position.append(same)
+            else:
+                self.num_same += 1
+        self.recovered.append(recovered)
+
+    def summary(self) -> dict[str, Any]:
+        """JSON-able figures."""
+        return {
+            "kl_first": spread(self.kl_first),
+            "kl_next": spread(self.kl_next),
+            "argmax_match": share(sum(self.argmax), len(self.argmax)),
+            "recall": share(sum(self.right), len(self.right)),
+            "greedy": {"same": self.num_same, "divergence_position": spread(self.divergence_position)},
+            "perplexity": float(np.exp(np.mean(self.nll))) if self.nll else None,
+            "recovered_share": spread(self.recovered),
+        }
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((index for index, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+class Study:
+    """One model: its task, plain vLLM and Ropewalk."""
+
+    def __init__(self, model: str, plain: Engine, ours: Engine, task: Task, seed: int) -> None:
+        self.model, self.plain, self.ours, self.task = model, plain, ours, task
+        self._rng = random.Random(f"{model}/{seed}")
+        # Without vLLM's prefix cache, stages take over through the store, where arms would find each other's chunks.
+        self._is_batched = ours.client.status()["batched"]
+
+    def lengths(self, length: int, counts: Counts) -> dict[str, Any]:
+        """Measure a body of `length` tokens behind changed headers."""
+        arms = {name: Tally() for name in ("full", *ARMS)}
+        for _ in range(counts.documents):
+            (body,) = self.task.sections(self._rng, [length])
+            self._compute([[*self.task.header(self._rng, SOURCE_HEADER), *body.tokens, *body.questions[0].tokens]])
+            for number, question in enumerate(self._questions(body, counts.questions)):
+                header = self.task.header(self._rng, HEADERS[number % len(HEADERS)])
+                self._compare(arms, [*header, *body.tokens], question, length)
+        timed = self._time(body, counts.rounds)
+        summaries = {name: tally.summary() for name, tally in arms.items()}
+        return {
+            "length": length,
+            "recovered_share": spread(timed.recovered)["median"],
+            "ttft_ratio": timed.ratio,
+            "kl_reuse": summaries["reuse"]["kl_first"]["mean"],
+            "kl_naive": summaries["naive"]["kl_first"]["mean"],
+            "recall_full": summaries["full"]["recall"]["share"],
+            "recall_reuse": summaries["reuse"]["recall"]["share"],
+            "ttft": timed.summary(),
+            "arms": summaries,
+        }
+
+    def pattern(self, name: str, length: int, counts: Counts) -> dict[str, Any]:
+        """Measure one pattern at one length."""
+        arms = {arm: Tally() for arm in ("full", *ARMS)}
+        for _ in range(counts.patterns):
+            case: Case = PATTERNS[name](self.task, self._rng, length)
+            self._compute(case.sources)
+            self._compare(arms, case.before, case.question, case.num_shared)
+        return {"pattern": name, "length": length, "arms": {arm: tally.summary() for arm, tally in arms.items()}}
+
+    def _questions(self, body: Section, count: int) -> list[Question]:
+        """Half of them held-out continuations where the task has such, each behind another header."""
+        asked = [question for question in body.questions if question.answer]
+        held_out = [question for question in body.questions if question.continuation]
+        chosen = [self._rng.choice(asked) for _ in range(count // 2 if held_out else count)]
+        return chosen + held_out * (count - len(chosen))
+
+    def _compute(self, sources: Sequence[Sequence[int]]) -> None:
+        for tokens in sources:
+            if self._is_batched:
+                self.ours.ask(tokens, mode="reuse", max_tokens=1, tenant="study")
+            else:
+                for arm, options in ARMS.items():
+                    self.ours.ask(tokens, mode="reuse", max_tokens=1, tenant=arm, **options)
+        self.ours.settle()
+
+    def _compare(self, arms: dict[str, Tally], before: Sequence[int], question: Question, num_shared: int) -> None:
+        tokens = [*before, *question.tokens]
+        length = len(question.continuation) or self.task.answer_length
+        options = {"max_tokens": length, "ignore_eos": True, "logprobs": True, "forced": question.continuation}
+        full = self.plain.ask(tokens, **options)
+        arms["full"].add(question, full, full, 0.0)
+        for arm, settings in ARMS.items():
+            answer = self._ask(tokens, arm, settings, **options)
+            assert answer.report is not None
+            arms[arm].add(question, full, answer, answer.report.tokens["reused"] / num_shared)
+
+    def _time(self, body: Section, rounds: int) -> _Timed:
+        """Time first tokens behind fresh headers, plain vLLM and Ropewalk in turn."""
+        timed = _Timed([], [], [])
+        for number in range(rounds + 1):  # the first one warms up
+            header = self.task.header(self._rng, HEADERS[number % len(HEADERS)])
+            tokens = [*header, *body.tokens, *body.questions[0].tokens]
+            plain = self.plain.ask(tokens, max_tokens=1)
+            ours = self.ours.ask(tokens, mode="reuse", tenant="study" if self._is_batched else "reuse", max_tokens=1)
+            self.ours.settle()
+            if number:
+                assert ours.report is not None
+                timed.plain.append(plain.ttft_s)
+                timed.ours.append(ours.ttft_s)
+                timed.recovered.append(ours.report.tokens["reused"] / len(body.tokens))
+        return timed
+
+    def gsm8k(self, count: int) -> dict[str, Any]:
+        """Let both solve GSM8K problems behind worked examples that moved; count right and equal final numbers."""
+        assert isinstance(self.task, TextTask)
+        arms: dict[str, list[Answer]] = {"full": [], **{arm: [] for arm in ARMS}}
+        finals: list[str] = []
+        examples, problems = self.task.worked_examples(self._rng, 6), self.task.problems(self._rng, count)
+        self._compute([[*self.task.header(self._rng, SOURCE_HEADER), *examples, *problems[0][0]]])
+        for number, (asked, final) in enumerate(problems):
+            tokens = [*self.task.header(self._rng, HEADERS[number % len(HEADERS)]), *examples, *asked]
+            arms["full"].append(self.plain.ask(tokens, max_tokens=GSM8K_TOKENS))
+            for arm, settings in ARMS.items():
+                arms[arm].append(self._ask(tokens, arm, settings, max_tokens=GSM8K_TOKENS))
+            finals.append(final)
+        said = {arm: [self.task.final_number(answer.token_ids) for answer in answers] for arm, answers in arms.items()}
+        return {
+            arm: {
+                "right": share(sum(a == b for a, b in zip(said[arm], finals, strict=True)), count),
+                "same_number_as_full": share(sum(a == b for a, b in zip(said[arm], said["full"], strict=True)), count),
+            }
+            for arm in arms
+        }
+
+    def _ask(self, tokens: Sequence[int], arm: str, settings: dict[str, Any], **options: Any) -> Answer:
+        """Ask Ropewalk in one arm, leaving nothing behind."""
+        if self._is_batched:
+            return self.ours.ask(tokens, mode="reuse", tenant="study", keep=False, **settings, **options)
+        return self.ours.ask(tokens, mode="reuse", tenant=arm, **settings, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    plain: list[float]
+    ours: list[float]
+    recovered: list[float]
+
+    @property
+    def ratio(self) -> float:
+        return float(np.median(self.plain) / np.median(self.ours))
+
+    def summary(self) -> dict[str, Any]:
+        pairs = [plain / ours for plain, ours in zip(self.plain, self.ours, strict=True)]
+        return {
+            "plain_s": spread(self.plain),
+            "ropewalk_s": spread(self.ours),
+            "ratio_of_pairs": spread(pairs),
+            "recovered_share": spread(self.recovered),
+        }
+
+
+def run_model(model: str, args: argparse.Namespace, longest_prompt: int) -> dict[str, Any]:
+    counts = (FULL if args.full else QUICK)[model == RECALL_MLA]
+    with engines(model, max_model_len=longest_prompt, dtype=args.dtype) as (plain, ours):
+        study = Study(model, plain, ours, task_of(model), args.seed)
+        found: dict[str, Any] = {"turn_error": ours.client.status()["turn_error"], "lengths": [], "patterns": []}
+        for length in args.lengths if "lengths" not in args.skip else ():
+            note(f"{model}: bodies of {length} tokens")
+            found["lengths"].append(study.lengths(length, counts))
+        for name in PATTERNS if "patterns" not in args.skip else ():
+            if applies(name, study.task):
+                note(f"{model}: pattern {name}")
+                found["patterns"].append(study.pattern(name, args.pattern_length, counts))
+        if counts.gsm8k and "gsm8k" not in args.skip:
+            note(f"{model}: GSM8K")
+            found["gsm8k"] = study.gsm8k(counts.gsm8k)
+        found["counters"] = ours.client.status()["counters"]
+    return found
+
+
+@contextmanager
+def engines(model: str, **engine_args: Any) -> Iterator[tuple[Engine, Engine]]:
+    """Start plain vLLM and Ropewalk side by side, and remove the store afterwards."""
+    base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+    root = base / f"ropewalk-bench-{uuid.uuid4().hex}"
+    settings = {"store_budget_bytes": min(3 << 30, shutil.disk_usage(base).free // 2)}
+
+    def start(store: Path | None) -> Engine:
+        return Engine(model, store_root=store, settings=settings, forcing=True, **engine_args)
+
+    started: list[Engine] = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the engines would stay behind
+    try:
+        with ThreadPoolExecutor() as pool:
+            started.extend(pool.map(start, (None, root)))
+        yield started[0], started[1]
+    finally:
+        for engine in started:
+            engine.stop()
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    import platform
+    from importlib.metadata import version
+
+    return {
+        "cpus": os.cpu_count(),
+        "processor": platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "block_size": BLOCK_SIZE,
+    }
+
+
+def note(text: str) -> None:
+    """Tell on standard error what is being measured."""
+    print(f"bench: {text}", file=sys.stderr, flush=True)
