@@ -29,6 +29,7 @@ from ropewalk.cluster.bench.engine import BLOCK_SIZE, Answer, Engine
 from ropewalk.cluster.bench.patterns import PATTERNS, Case, applies
 from ropewalk.cluster.bench.statistics import divergence, share, spread
 from ropewalk.cluster.bench.tasks import Question, Section, Task, TextTask, task_of
+from ropewalk.cluster.cli import UserError
 from ropewalk.cluster.models import RECALL_MLA
 
 ARMS: dict[str, dict[str, Any]] = {
@@ -276,7 +277,12 @@ def engines(model: str, **engine_args: Any) -> Iterator[tuple[Engine, Engine]]:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the engines would stay behind
     try:
         with ThreadPoolExecutor() as pool:
-            started.extend(pool.map(start, (None, root)))
+            starting = [pool.submit(start, store) for store in (None, root)]
+        started.extend(future.result() for future in starting if future.exception() is None)
+        for future in starting:
+            if isinstance(error := future.exception(), OSError | ValueError):
+                raise UserError(f"{model}: no engine starts for it: {str(error).strip().splitlines()[0]}") from error
+            future.result()
         yield started[0], started[1]
     finally:
         for engine in started:
