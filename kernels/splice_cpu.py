@@ -192,6 +192,7 @@ def _move_packed_layers(
 ):
     size = like.itemsize
     width = places.shape[1]
+    buffer = np.empty(width, like.dtype)
     for layer in range(first_layer, last_layer):
         for head in range(num_heads):
             for token in range(len(block_offsets)):
@@ -206,18 +207,25 @@ def _move_packed_layers(
                     for column in range(width):
                         plain[column] = packed[place[column]]
                     continue
-                first_copied = 0
+                source = plain
                 if turned_lines[line]:
-                    first_copied = 2 * half
-                    for pair in range(half):
-                        first = 2 * pair if interleaved else pair
-                        second = first + 1 if interleaved else pair + half
-                        x, y = _load(plain[first]), _load(plain[second])
-                        cos, sin = cosines[line, pair], sines[line, pair]
-                        packed[place[first]] = _store(x * cos - y * sin, like)
-                        packed[place[second]] = _store(y * cos + x * sin, like)
-                for column in range(first_copied, width):
-                    packed[place[column]] = plain[column]
+                    # Turned side by side first, which the compiler makes vector code of, then put into their places.
+                    source = buffer
+                    buffer[2 * half :] = plain[2 * half :]
+                    if interleaved:
+                        for pair in range(half):
+                            x, y = _load(plain[2 * pair]), _load(plain[2 * pair + 1])
+                            cos, sin = cosines[line, pair], sines[line, pair]
+                            buffer[2 * pair] = _store(x * cos - y * sin, like)
+                            buffer[2 * pair + 1] = _store(y * cos + x * sin, like)
+                    else:
+                        for pair in range(half):
+                            x, y = _load(plain[pair]), _load(plain[pair + half])
+                            cos, sin = cosines[line, pair], sines[line, pair]
+                            buffer[pair] = _store(x * cos - y * sin, like)
+                            buffer[pair + half] = _store(y * cos + x * sin, like)
+                for column in range(width):
+                    packed[place[column]] = source[column]
 
 
 def move_packed(
@@ -244,7 +252,7 @@ def move_packed(
         np.array([cache.data_ptr() for cache in caches], dtype=np.int64),
         blocks * first.stride(0),
         slots.numpy() - blocks * block_size,
-        places.numpy(),
+        places.numpy().view(np.uint32),  # unsigned: compiled code would look for negative indices
         first.stride(1),
         *_row_tables(plain),
         *_turn_table(turns, len(slots)),
