@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 import statistics
+import sys
 import time
 import uuid
 from pathlib import Path
@@ -109,6 +110,8 @@ async def compare(args: argparse.Namespace, rng: np.random.Generator) -> tuple[l
                 pair[arm] = await play(engines[arm], prompts, args.concurrency)
             if number:  # the first one warms up
                 pairs.append((pair[0], pair[1]))
+                ratio = pair[0]["requests_s"] / pair[1]["requests_s"]
+                print(f"pair {number} of {args.rounds}: ratio {ratio:.3f}", file=sys.stderr, flush=True)
         return pairs, engines[0].status()["counters"]
     finally:
         for engine in engines:
