@@ -52,7 +52,7 @@ class Engine:
         from vllm.v1.metrics.loggers import StatLoggerBase
 
         from ropewalk.cluster.engine.planned import wrap_engine
-        from ropewalk.cluster.engine.settings import EngineSettings, kv_transfer_config
+        from ropewalk.cluster.engine.settings import WORKER_EXTENSION, EngineSettings, kv_transfer_config
         from ropewalk.cluster.models import resolve
 
         engine = self
@@ -75,6 +75,7 @@ class Engine:
         } | engine_args
         if store_root is not None:
             settings = EngineSettings(store_root=store_root, store_budget_bytes=1 << 30)
+            arguments.setdefault("worker_extension_cls", WORKER_EXTENSION)
             arguments["kv_transfer_config"] = kv_transfer_config(settings)
         config = AsyncEngineArgs(**arguments).create_engine_config()
         self.llm = AsyncLLM.from_vllm_config(config, stat_loggers=[CountPreemptions])
