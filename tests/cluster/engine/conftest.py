@@ -31,7 +31,7 @@ class Answer:
 class Engine:
     """An `AsyncLLM` in a thread with its own event loop; `settings` puts Ropewalk into and around it."""
 
-    def __init__(self, model: str, *, store_root: Path | None, **engine_args: Any) -> None:
+    def __init__(self, model: str, *, store_root: Path | None, min_run: int | None = None, **engine_args: Any) -> None:
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
         os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
         # vLLM would bind every engine's threads to the same cores.
@@ -41,12 +41,14 @@ class Engine:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self.num_preemptions = 0
         self.store_root = store_root
-        self._run(self._start(model, store_root, engine_args))
+        self._run(self._start(model, store_root, min_run, engine_args))
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=600)
 
-    async def _start(self, model: str, store_root: Path | None, engine_args: dict[str, Any]) -> None:
+    async def _start(
+        self, model: str, store_root: Path | None, min_run: int | None, engine_args: dict[str, Any]
+    ) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.metrics.loggers import StatLoggerBase
@@ -74,7 +76,7 @@ class Engine:
             "max_logprobs": -1,
         } | engine_args
         if store_root is not None:
-            settings = EngineSettings(store_root=store_root, store_budget_bytes=1 << 30)
+            settings = EngineSettings(store_root=store_root, store_budget_bytes=1 << 30, min_run=min_run)
             arguments.setdefault("worker_extension_cls", WORKER_EXTENSION)
             arguments["kv_transfer_config"] = kv_transfer_config(settings)
         config = AsyncEngineArgs(**arguments).create_engine_config()
