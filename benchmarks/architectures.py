@@ -61,13 +61,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure(family: Family) -> Row:
-    """Return the family's cells by column. A family that vLLM itself cannot start has vLLM's reason in it."""
+    """Return the family's cells by column; where a family fails, with the error."""
     folder = Path(tempfile.mkdtemp(prefix="ropewalk-tiny-"))
     row = {FAMILY: family.name}
     try:
         return row | (_by_configuration if family in REFUSED else _by_engine)(family, folder)
     except Exception as error:  # the other families go on
-        return row | {ERROR: f"vLLM does not start it: {str(error).strip().splitlines()[0]}"}
+        return row | {ERROR: f"failed: {str(error).strip().splitlines()[0]}"}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -78,7 +78,7 @@ def _by_engine(family: Family, folder: Path) -> Row:
     store = base / f"ropewalk-architectures-{uuid.uuid4().hex}"
     engine = Engine(str(folder), store_root=store, **engine_arguments(family))
     try:
-        return _architecture(folder) | _cells(examine(engine, folder), str(folder))
+        return _architecture(folder) | _cells(examine(engine, family), str(folder))
     finally:
         engine.stop()
         shutil.rmtree(store, ignore_errors=True)

@@ -156,10 +156,9 @@ REFUSED: tuple[Family, ...] = (
     Family("Jamba", "jamba", SIZES | {"num_experts": 2}),
     Family("Nemotron-H", "nemotron_h", SMALL_HEADS | {"layers_block_type": ["mamba", "mlp", "attention"]}),
     Family("Qwen3-Next", "qwen3_next", SMALL_HEADS | {"num_experts": 4, "num_experts_per_tok": 2}),
-    Family("DeepSeek-V4", "deepseek_v4", SIZES),
     Family("BLOOM", "bloom", {"vocab_size": VOCABULARY, "hidden_size": 128, "n_layer": 2, "n_head": 4}),
     Family("GPT-2", "gpt2", {"vocab_size": VOCABULARY, "n_embd": 128, "n_layer": 2, "n_head": 4}),
-    Family("Qwen2-VL", "qwen2_vl", {}, {"architectures": ["Qwen2VLForConditionalGeneration"]}),
+    _gqa("Qwen2-VL, its text model", "qwen2", PLAIN | {"mrope_section": [4, 6, 6]}),
     _gqa("Llama, dynamic NTK", "llama", PLAIN | {"rope_type": "dynamic", "factor": 2.0}),
     _gqa(
         "Phi-4-mini (LongRoPE)",
@@ -188,20 +187,28 @@ def write_config(family: Family, folder: Path) -> Path:
     return folder
 
 
-def write(family: Family, folder: Path) -> Path:
-    """Write configuration and random weights (bfloat16) into `folder`; return it. The same weights every time."""
+def build(family: Family) -> Any:
+    """Return the model as transformers computes it, in float32, on the CPU, with weights that are exact in bfloat16.
+
+    The same weights every time.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(family.model_type, **family.settings)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     generator = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            _draw(name, parameter, generator)
+            parameter.copy_(_draw(name, parameter.shape, generator).bfloat16())
         for name, buffer in model.named_buffers():
             if "correction_bias" in name:
-                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
-    model.to(torch.bfloat16).save_pretrained(folder)
+                buffer.copy_((0.1 * torch.randn(buffer.shape, generator=generator)).bfloat16())
+    return model.eval()
+
+
+def write(family: Family, folder: Path) -> Path:
+    """Write the model that `build` returns into `folder`, in bfloat16; return the folder."""
+    build(family).to(torch.bfloat16).save_pretrained(folder)
     _overwrite(folder, family.written)
     return folder
 
@@ -211,15 +218,13 @@ def _overwrite(folder: Path, written: dict[str, Any]) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | written, indent=2))
 
 
-def _draw(name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
-    noise = torch.randn(parameter.shape, generator=generator)
-    if parameter.dim() == 1:
-        scale = 0.3 if name.endswith("bias") else 0.1
-        parameter.copy_(scale * noise + (0.0 if name.endswith("bias") else 1.0))
-    elif "embed_tokens" in name:
-        parameter.copy_(noise)
-    else:
-        # Selective attention: logits of a head with a standard deviation of about three.
-        selective = any(part in name for part in ("q_proj", "k_proj", "q_b_proj", "kv_a_proj", "qkv_proj"))
-        gain = 1.7 if selective else 2.5 if "lm_head" in name else 1.0
-        parameter.copy_(gain * noise * parameter.shape[-1] ** -0.5)
+def _draw(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    noise = torch.randn(shape, generator=generator)
+    if len(shape) == 1:
+        return 0.3 * noise if name.endswith("bias") else 1 + 0.1 * noise
+    if "embed_tokens" in name:
+        return noise
+    # Selective attention: logits of a head with a standard deviation of about three.
+    selective = any(part in name for part in ("q_proj", "k_proj", "q_b_proj", "kv_a_proj", "qkv_proj"))
+    gain = 1.7 if selective else 2.5 if "lm_head" in name else 1.0
+    return gain * noise * shape[-1] ** -0.5

@@ -23,7 +23,7 @@ def findings(request, start_engines, new_store, tmp_path_factory):
     family = FAMILIES[request.param]
     folder = write(family, tmp_path_factory.mktemp("model"))
     (engine,) = start_engines(str(folder), new_store(), **engine_arguments(family))
-    return examine(engine, folder)
+    return examine(engine, family)
 
 
 def test_the_loaded_model_confirms_its_configuration_and_every_layer_turns(findings):
@@ -69,7 +69,7 @@ def test_families_without_kv_for_every_token_are_refused(name, reason, tmp_path)
     [
         ("BLOOM", "ALiBi"),
         ("GPT-2", "learned"),
-        ("Qwen2-VL", "M-RoPE"),
+        ("Qwen2-VL, its text model", "M-RoPE"),
         ("Llama, dynamic NTK", "'dynamic' changes its frequencies"),
         ("Phi-4-mini (LongRoPE)", "'longrope' changes its frequencies"),
     ],
