@@ -65,15 +65,18 @@ def facts_from_config(config: Mapping[str, Any]) -> RotaryFacts:
     """Return the rotary facts of a Hugging Face text config (as a mapping, nested rope parameters included).
 
     Raises `UnsupportedRope`, naming the scaling, for position encodings that cannot be turned or are not known here.
-    The pairing follows vLLM's model classes: MLA models (those with `kv_lora_rank`) interleave, others split halves.
+    Configs do not tell the pairing. Here MLA models (those with `kv_lora_rank`) interleave and others split halves; the
+    loaded model corrects that (`ropewalk.kernels.rope_table.confirm`).
     """
     is_mla = bool(config.get("kv_lora_rank"))
     rope: dict[str, Any] = dict(config.get("rope_scaling") or {})
     rope |= {k: v for k, v in (config.get("rope_parameters") or {}).items() if v is not None}
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise UnsupportedRope("rope parameters differ by layer type")
+    if _has_alibi(config):
+        raise UnsupportedRope("ALiBi biases attention by distance; the model has no rotary position embedding")
     if not rope and config.get("rope_theta") is None:
-        raise UnsupportedRope("the model has no rotary position embedding")
+        raise UnsupportedRope("the model has no rotary position embedding (its positions are learned, or it has none)")
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     if is_mla:
         size = int(config["qk_rope_head_dim"])
@@ -81,9 +84,24 @@ def facts_from_config(config: Mapping[str, Any]) -> RotaryFacts:
         head_dim = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
         partial = float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
         size = int(head_dim * partial)
-    kind = str(rope.get("rope_type") or rope.get("type") or "default")
+    kind = _kind(rope)
     interleaved = is_mla and bool(config.get("rope_interleave", True))
     return RotaryFacts(tuple(_frequencies(kind, theta, size, rope, config).tolist()), interleaved)
+
+
+def rope_kind(config: Mapping[str, Any]) -> str:
+    """Return the rope type of a Hugging Face text config, such as `default`, `llama3` or `yarn`."""
+    return _kind({**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})})
+
+
+def _kind(rope: Mapping[str, Any]) -> str:
+    return str(rope.get("rope_type") or rope.get("type") or "default")
+
+
+def _has_alibi(config: Mapping[str, Any]) -> bool:
+    attention = config.get("attn_config") or {}
+    nested = attention.get("alibi") if isinstance(attention, Mapping) else getattr(attention, "alibi", None)
+    return bool(nested or config.get("alibi") or config.get("model_type") == "bloom")
 
 
 def _frequencies(
@@ -100,7 +118,9 @@ def _frequencies(
             return base / float(rope["factor"])
         case "llama3":
             return _llama3(base, rope)
-        case "yarn" | "deepseek_yarn":
+        case (
+            "yarn" | "deepseek_yarn" | "deepseek_llama_scaling"
+        ):  # the latter two: what vLLM's MLA classes rename it to
             return _yarn(base, theta, size, rope, config)
         case "dynamic" | "longrope" | "su":
             raise UnsupportedRope(f"rope type {kind!r} changes its frequencies with the sequence length")

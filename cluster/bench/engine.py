@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ropewalk.cluster.config import is_cpu_build
 from ropewalk.cluster.engine.request import PARAMS_KEY, Mode, RequestReport, RequestSettings
-from ropewalk.cluster.engine.settings import EngineSettings, kv_transfer_config, resolve_markers
+from ropewalk.cluster.engine.settings import WORKER_EXTENSION, EngineSettings, kv_transfer_config, resolve_markers
 from ropewalk.cluster.models import resolve
 
 BLOCK_SIZE = 32
@@ -113,6 +113,7 @@ class Engine:
             arguments["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
         if self.store_root is not None:
             engine_settings = EngineSettings.model_validate(settings)
+            arguments["worker_extension_cls"] = WORKER_EXTENSION
             arguments["kv_transfer_config"] = kv_transfer_config(engine_settings)
         config = AsyncEngineArgs(**(arguments | engine_args)).create_engine_config()
         if self.store_root is not None:

@@ -46,7 +46,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def longest_prompt(args: argparse.Namespace) -> int:
     """Tokens of the longest prompt, its answer included."""
-    return max([*args.lengths, args.pattern_length + ROOM]) + ROOM
+    return int(max([*args.lengths, args.pattern_length + ROOM])) + ROOM
 
 
 def run(args: argparse.Namespace) -> int:

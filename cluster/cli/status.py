@@ -59,17 +59,18 @@ def _print_tables(report: Mapping[str, Any]) -> None:
 
     console = Console()
     models = Table(title="Models and replicas", title_justify="left")
-    for column in ("model", "replica", "state", "reuse", "requests", "store", "notes"):
+    for column in ("model", "replica", "state", "reuse", "RoPE", "requests", "store", "notes"):
         models.add_column(column)
     for model in report["models"]:
         if not model["replicas"]:
-            models.add_row(model["name"], "-", f"0 of {model['wanted']} ready", "", "", "", model["message"])
+            models.add_row(model["name"], "-", f"0 of {model['wanted']} ready", "", "", "", "", model["message"])
         for replica in model["replicas"]:
             models.add_row(
                 model["name"],
                 replica["replica"],
                 replica["state"].lower(),
                 _reuse(model, replica),
+                _rope(replica),
                 str(replica.get("counters", {}).get("requests", "")),
                 _store(replica.get("store")),
                 replica.get("unreachable", ""),
@@ -103,6 +104,21 @@ def _reuse(model: Mapping[str, Any], replica: Mapping[str, Any]) -> str:
         return "plain vLLM"
     reason = replica.get("refused") or replica.get("reuse_refused")
     return f"off: {reason}" if reason else str(replica.get("default_mode", ""))
+
+
+def _rope(replica: Mapping[str, Any]) -> str:
+    """The kind of RoPE found, and how far turned keys were from computed ones (relative L2, see docs/reuse.md)."""
+    rotary, error = replica.get("rotary"), replica.get("turn_error")
+    if not rotary:
+        return ""
+    parts = [str(rotary["rope"])]
+    if "size" in rotary:
+        parts.append(f"{rotary['size']} {'neighbours' if rotary['interleaved'] else 'halves'}")
+    if rotary.get("source") == "configuration":
+        parts.append("by configuration")
+    if error is not None:
+        parts.append(f"turn error {error:.1e}")
+    return ", ".join(parts)
 
 
 def _store(store: Mapping[str, Any] | None) -> str:

@@ -12,7 +12,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,6 +36,7 @@ from ropewalk.cluster.engine.settings import settings_of
 from ropewalk.cluster.engine.stores import OpenStores, Place
 from ropewalk.cluster.store.chunk import ChunkCorrupt
 from ropewalk.kernels.keys import Tokens, as_tokens
+from ropewalk.kernels.rope import RotaryFacts
 from ropewalk.scheduler.planner import Plan
 
 if TYPE_CHECKING:
@@ -166,6 +167,7 @@ class RopewalkConnector(KVConnectorBase_V1):
         self._counters: Counter[str] = Counter()
         self._block_pool: BlockPool | None = None
         # Worker half
+        self._kv_caches: dict[str, torch.Tensor] = {}
         self._layout: KvLayout | None = None
         self._saver: Saver | None = None
         self._failed_blocks: set[int] = set()
@@ -375,11 +377,27 @@ class RopewalkConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Find out the caches' layout. An unknown one switches storing and reusing off, with the reason in the log."""
         self._stores.rank = get_tensor_model_parallel_rank()
+        self._kv_caches = kv_caches
+        self._find_layout()
+
+    @property
+    def layer_names(self) -> list[str]:
+        """Names of the layers that keep KV."""
+        return list(self._kv_caches)
+
+    def turn_with(self, rotary: RotaryFacts) -> None:
+        """Turn keys by `rotary`, confirmed by the loaded model, from now on."""
+        self._facts = replace(self._facts, rotary=rotary)
+        self._find_layout()
+
+    def _find_layout(self) -> None:
         if self._refused:
             return
         layers = self._vllm_config.compilation_config.static_forward_context
         try:
-            self._layout = find_layout(kv_caches, layers, self._block_size, self._facts.rotary, self._facts.is_mla)
+            self._layout = find_layout(
+                self._kv_caches, layers, self._block_size, self._facts.rotary, self._facts.is_mla
+            )
         except UnsupportedLayout as error:
             logger.warning("Ropewalk stores and reuses no KV of this model: %s", error)
 

@@ -25,8 +25,9 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from ropewalk.cluster.engine.facts import EngineFacts, engine_facts
 from ropewalk.cluster.engine.pending import PendingSaves, heads_of
-from ropewalk.cluster.engine.probe import PROBE_LENGTH, TOLERANCE, turn_error
+from ropewalk.cluster.engine.probe import PROBE_LENGTH, objection, turn_errors
 from ropewalk.cluster.engine.request import PARAMS_KEY, PlannedRange, RequestReport, RequestSettings
+from ropewalk.cluster.engine.rotary import find_rotary
 from ropewalk.cluster.engine.settings import EngineSettings
 from ropewalk.cluster.engine.stores import OpenStores
 from ropewalk.cluster.store.chunk import ChunkCorrupt
@@ -56,6 +57,7 @@ class PlannedEngine:
 
     def __init__(self, client: EngineClient, vllm_config: Any, settings: EngineSettings) -> None:
         self._client = client
+        self._vllm_config = vllm_config
         self._settings = settings
         # Stages take over from each other through vLLM's prefix cache where it has one, else through the store.
         has_prefix_cache = bool(vllm_config.cache_config.enable_prefix_caching)
@@ -78,7 +80,8 @@ class PlannedEngine:
         self._num_started = 0
         self._preparing = asyncio.Lock()
         self._prepared = False
-        self._turn_error: float | None = None
+        self._rotary_summary: dict[str, Any] | None = None
+        self._turn_errors: list[float] | None = None
         self._reuse_refused: str | None = self._facts.reuse_refused or "the turn probe has not run yet"
 
     def __getattr__(self, name: str) -> Any:
@@ -96,7 +99,9 @@ class PlannedEngine:
             "fingerprint": self._facts.fingerprint,
             "refused": self._facts.refused,
             "reuse_refused": self._reuse_refused,
-            "turn_error": self._turn_error,
+            "rotary": self._rotary_summary,
+            "turn_error": self._turn_errors and self._turn_errors[0],
+            "turn_error_of_layers": self._turn_errors and max(self._turn_errors),
             "block_size": self._block_size,
             "batched": self._planner.block_size is not None,
             "min_run": self._min_run(),
@@ -109,11 +114,14 @@ class PlannedEngine:
         }
 
     async def prepare(self) -> None:
-        """Run the turn probe, once. Reuse is refused, with the reason in `status`, when the keys do not turn right."""
+        """Read the model's rotary modules and run the turn probe, once. Reuse is refused, with the reason in `status`,
+        when modules and configuration disagree, or keys do not turn right."""
         async with self._preparing:
             if self._prepared:
                 return
-            refused = self._facts.refused or self._facts.reuse_refused or await self._probe()
+            refused = (
+                self._facts.refused or self._facts.reuse_refused or await self._find_rotary() or await self._probe()
+            )
             if refused is None and self._settings.min_run is None:
                 await self._calibrate()
             if refused is not None:
@@ -405,6 +413,14 @@ class PlannedEngine:
             }
         return status
 
+    async def _find_rotary(self) -> str | None:
+        """Take what the loaded model's rotary modules say; return why reuse must be refused, or None."""
+        assert self._facts.rotary is not None
+        finding = await find_rotary(self._client, self._vllm_config, self._facts.rotary)
+        self._rotary_summary = finding.summary
+        self._facts = replace(self._facts, rotary=finding.facts)
+        return finding.refused
+
     async def _probe(self) -> str | None:
         """Prefill one repeated token, compare turned with computed keys; return why reuse must be refused, or None."""
         assert self._facts.rotary is not None
@@ -416,21 +432,17 @@ class PlannedEngine:
                 settings, prompt = RequestSettings(tenant=store.tenant), tokens_input(tokens, cache_salt=store.tenant)
                 await self._run_stage(prompt, length, Plan(length, 0, (), (), ()), settings, store.tenant, {})
                 whole = make_plan(as_tokens([*tokens, 0]), store.tenant, store, self._planner, reuse=False)
-                parts = [store.read(segment.chunk)[1][:1] for segment in whole.segments if segment.start < length]
+                parts = [store.read(segment.chunk)[1] for segment in whole.segments if segment.start < length]
         except (FileNotFoundError, ChunkCorrupt) as error:
             return f"the turn probe's KV could not be read back ({error})"
-        rows = torch.cat(parts, dim=1) if parts else torch.empty(1, 0, 1, 1)
-        if rows.shape[1] < length:
+        rows = torch.cat(parts, dim=1) if parts else torch.empty(0, 0, 1, 1)
+        if rows.shape[1] < length or not len(rows):
             return "the engine saved no KV of the turn probe (its log says why)"
-        self._turn_error = turn_error(rows, self._facts.rotary, self._facts.is_mla)
-        tolerance = TOLERANCE.get(rows.dtype, 0.0)
-        logger.info("Turn probe: relative error %.2e, %.0f ms", self._turn_error, 1e3 * (time.perf_counter() - start))
-        if not self._turn_error <= tolerance:
-            return (
-                f"the turn probe failed: turned keys differ from computed ones by {self._turn_error:.3g} "
-                f"(relative L2; at most {tolerance:g} in {rows.dtype})"
-            )
-        return None
+        errors = turn_errors(rows, self._facts.rotary, self._facts.is_mla)
+        self._turn_errors = errors
+        milliseconds = 1e3 * (time.perf_counter() - start)
+        logger.info("Turn probe: relative error %.2e, %.0f ms", errors[0], milliseconds)
+        return objection(errors, rows.dtype)
 
     async def _calibrate(self) -> None:
         """Time prefills of two lengths, so that the first plans know what a stage costs on this machine."""

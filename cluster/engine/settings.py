@@ -17,6 +17,9 @@ from ropewalk.scheduler.planner import PlannerSettings
 
 CONNECTOR = "RopewalkConnector"
 CONNECTOR_MODULE = "ropewalk.cluster.engine.connector"
+WORKER_EXTENSION = "ropewalk.cluster.engine.rotary.RotaryExtension"
+"""vLLM's engine argument `worker_extension_cls`: reads the loaded model's rotary modules."""
+
 EXTRA_CONFIG_KEY = "ropewalk"
 
 MAX_DEFAULT_BUDGET = 8 << 30

@@ -15,7 +15,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.deployment import Application
 
 from ropewalk.cluster.config import ClusterConfig, ModelConfig
-from ropewalk.cluster.engine.settings import EngineSettings, kv_transfer_config
+from ropewalk.cluster.engine.settings import WORKER_EXTENSION, EngineSettings, kv_transfer_config
 from ropewalk.cluster.serve.engine import LocalModelCallback
 from ropewalk.cluster.serve.ingress import ingress_class
 from ropewalk.cluster.serve.router import AgentRouter
@@ -122,6 +122,7 @@ def engine_kwargs(model: ModelConfig, settings: EngineSettings | None) -> dict[s
         arguments["block_size"] = 32
     arguments.update(model.engine_args)
     if settings is not None:
+        arguments.setdefault("worker_extension_cls", WORKER_EXTENSION)
         arguments["kv_transfer_config"] = kv_transfer_config(settings)
         arguments["async_scheduling"] = False  # see `ropewalk.cluster.engine.facts`
     return arguments
