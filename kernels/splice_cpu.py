@@ -168,6 +168,55 @@ def _move_layers(
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
+def _turn_row(row, out, half, cosines, sines, interleaved):
+    """Turn the first `2 * half` numbers of a row, copy the rest; side by side, so that it becomes vector code."""
+    for column in range(2 * half, len(row)):
+        out[column] = row[column]
+    if interleaved:
+        for pair in range(half):
+            x, y = _load(row[2 * pair]), _load(row[2 * pair + 1])
+            out[2 * pair] = _store(x * cosines[pair] - y * sines[pair], out)
+            out[2 * pair + 1] = _store(y * cosines[pair] + x * sines[pair], out)
+    else:
+        for pair in range(half):
+            x, y = _load(row[pair]), _load(row[pair + half])
+            out[pair] = _store(x * cosines[pair] - y * sines[pair], out)
+            out[pair + half] = _store(y * cosines[pair] + x * sines[pair], out)
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def _pack_block(rows, row_pairs, packed, packed_pairs):
+    """Write a whole block in AMX order from `rows` `[B, C]`, also seen as pairs of numbers: keys are transposed pair by
+    pair, values interleaved by two tokens. Indices are unsigned: compiled code would ask whether others are negative.
+    """
+    block_size, head_dim = np.uint64(rows.shape[0]), np.uint64(rows.shape[1] // 2)
+    two = np.uint64(2)
+    for slot in range(block_size):
+        for pair in range(head_dim // two):
+            packed_pairs[pair * block_size + slot] = row_pairs[slot, pair]
+    for slots in range(block_size // two):
+        values = block_size * head_dim + slots * two * head_dim
+        for column in range(head_dim):
+            packed[values + two * column] = rows[two * slots, head_dim + column]
+            packed[values + two * column + np.uint64(1)] = rows[two * slots + np.uint64(1), head_dim + column]
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def _unpack_block(rows, row_pairs, packed, packed_pairs):
+    """The inverse of `_pack_block`."""
+    block_size, head_dim = np.uint64(rows.shape[0]), np.uint64(rows.shape[1] // 2)
+    two = np.uint64(2)
+    for slot in range(block_size):
+        for pair in range(head_dim // two):
+            row_pairs[slot, pair] = packed_pairs[pair * block_size + slot]
+    for slots in range(block_size // two):
+        values = block_size * head_dim + slots * two * head_dim
+        for column in range(head_dim):
+            rows[two * slots, head_dim + column] = packed[values + two * column]
+            rows[two * slots + np.uint64(1), head_dim + column] = packed[values + two * column + np.uint64(1)]
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
 def _move_packed_layers(
     first_layer,
     last_layer,
@@ -176,6 +225,7 @@ def _move_packed_layers(
     block_offsets,
     slots_in_block,
     places,
+    is_whole,
     packed_head_stride,
     plain_table,
     plain_part,
@@ -189,43 +239,74 @@ def _move_packed_layers(
     half,
     interleaved,
     like,
+    like_pairs,
 ):
+    """`is_whole` says at which tokens the next ones fill a block in AMX order. All heads of a token are read together:
+    they lie together in a chunk, and memory is fastest read in order.
+    """
     size = like.itemsize
-    width = places.shape[1]
-    buffer = np.empty(width, like.dtype)
+    block_size, width = places.shape
+    rows = np.empty((num_heads, block_size, width), like.dtype)
+    row_pairs = numba.carray(_pointer(np.int64(rows.ctypes.data), like_pairs), (num_heads, block_size, width // 2))
     for layer in range(first_layer, last_layer):
-        for head in range(num_heads):
-            for token in range(len(block_offsets)):
-                offset = block_offsets[token] + head * packed_head_stride
-                packed = numba.carray(_pointer(packed_table[layer] + offset * size, like), (1,))
-                part = plain_part[token]
-                offset = plain_offsets[token] + head * plain_head_strides[part]
-                plain = numba.carray(_pointer(plain_table[part, layer] + offset * size, like), (width,))
-                place = places[slots_in_block[token]]
-                line = lines[token]
-                if not to_packed:
-                    for column in range(width):
-                        plain[column] = packed[place[column]]
-                    continue
-                source = plain
-                if turned_lines[line]:
-                    # Turned side by side first, which the compiler makes vector code of, then put into their places.
-                    source = buffer
-                    buffer[2 * half :] = plain[2 * half :]
-                    if interleaved:
-                        for pair in range(half):
-                            x, y = _load(plain[2 * pair]), _load(plain[2 * pair + 1])
-                            cos, sin = cosines[line, pair], sines[line, pair]
-                            buffer[2 * pair] = _store(x * cos - y * sin, like)
-                            buffer[2 * pair + 1] = _store(y * cos + x * sin, like)
+        token = 0
+        while token < len(block_offsets):
+            num_tokens = block_size if is_whole[token] else 1
+            if not to_packed:
+                for head in range(num_heads):
+                    address = packed_table[layer] + (block_offsets[token] + head * packed_head_stride) * size
+                    packed = numba.carray(_pointer(address, like), (block_size * width,))
+                    if is_whole[token]:
+                        packed_pairs = numba.carray(_pointer(address, like_pairs), (block_size * width // 2,))
+                        _unpack_block(rows[head], row_pairs[head], packed, packed_pairs)
                     else:
-                        for pair in range(half):
-                            x, y = _load(plain[pair]), _load(plain[pair + half])
-                            cos, sin = cosines[line, pair], sines[line, pair]
-                            buffer[pair] = _store(x * cos - y * sin, like)
-                            buffer[pair + half] = _store(y * cos + x * sin, like)
-                for column in range(width):
-                    packed[place[column]] = source[column]
+                        place = places[slots_in_block[token]]
+                        for column in range(width):
+                            rows[head, 0, column] = packed[place[column]]
+            for index in range(token, token + num_tokens):
+                part, line = plain_part[index], lines[index]
+                for head in range(num_heads):
+                    offset = (plain_offsets[index] + head * plain_head_strides[part]) * size
+                    plain = numba.carray(_pointer(plain_table[part, layer] + offset, like), (width,))
+                    row = rows[head, index - token]
+                    if not to_packed:
+                        for column in range(width):
+                            plain[column] = row[column]
+                    elif turned_lines[line]:
+                        _turn_row(plain, row, half, cosines[line], sines[line], interleaved)
+                    else:
+                        for column in range(width):
+                            row[column] = plain[column]
+            if to_packed:
+                for head in range(num_heads):
+                    address = packed_table[layer] + (block_offsets[token] + head * packed_head_stride) * size
+                    packed = numba.carray(_pointer(address, like), (block_size * width,))
+                    if is_whole[token]:
+                        packed_pairs = numba.carray(_pointer(address, like_pairs), (block_size * width // 2,))
+                        _pack_block(rows[head], row_pairs[head], packed, packed_pairs)
+                    else:
+                        place = places[slots_in_block[token]]
+                        for column in range(width):
+                            packed[place[column]] = rows[head, 0, column]
+            token += num_tokens
+
+
+def _whole_blocks(slots: Array, places: Array, itemsize: int) -> Array:
+    """Tell of each token whether it and the next ones fill a block, and blocks are in the AMX order of 16-bit numbers.
+
+    `places` is `[B, C]`. In this order, found in vLLM's CPU attention, the first pairs of all keys stand before the
+    second ones, and each number of a value beside that of the next token's.
+    """
+    block_size, width = places.shape
+    slot, column = np.meshgrid(np.arange(block_size), np.arange(width // 2), indexing="ij")
+    keys = column // 2 * 2 * block_size + 2 * slot + column % 2
+    values = block_size * width // 2 + slot // 2 * width + 2 * column + slot % 2
+    is_whole = np.zeros(len(slots), dtype=np.bool_)
+    if itemsize == 2 and block_size % 2 == 0 and np.array_equal(places, np.concatenate([keys, values], axis=1)):
+        starts = np.flatnonzero(slots[: max(len(slots) - block_size + 1, 0)] % block_size == 0)
+        wanted = slots[starts, None] + np.arange(block_size)
+        is_whole[starts] = (slots[starts[:, None] + np.arange(block_size)] == wanted).all(axis=1)
+    return is_whole
 
 
 def move_packed(
@@ -252,7 +333,8 @@ def move_packed(
         np.array([cache.data_ptr() for cache in caches], dtype=np.int64),
         blocks * first.stride(0),
         slots.numpy() - blocks * block_size,
-        places.numpy().view(np.uint32),  # unsigned: compiled code would look for negative indices
+        places.numpy().view(np.uint32),  # unsigned: see `_pack_block`
+        _whole_blocks(slots.numpy(), places.numpy(), first.dtype.itemsize),
         first.stride(1),
         *_row_tables(plain),
         *_turn_table(turns, len(slots)),
@@ -260,6 +342,7 @@ def move_packed(
         turns.facts.rotary_size // 2 if turns is not None else 0,
         turns is not None and turns.facts.interleaved,
         np.empty(0, dtype=DTYPES[first.dtype]),
+        np.empty(0, dtype=np.uint32),
     )
     num_bytes = num_layers * len(slots) * first.shape[1] * first.shape[3] * first.dtype.itemsize
     _share_out(lambda start, end: _move_packed_layers(start, end, *arguments), num_layers, num_bytes, max_threads)
