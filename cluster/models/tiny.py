@@ -7,6 +7,7 @@ weights are drawn so that outputs vary and attention is selective: with a usual 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -227,4 +228,4 @@ def _draw(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Ten
     # Selective attention: logits of a head with a standard deviation of about three.
     selective = any(part in name for part in ("q_proj", "k_proj", "q_b_proj", "kv_a_proj", "qkv_proj"))
     gain = 1.7 if selective else 2.5 if "lm_head" in name else 1.0
-    return gain * noise * shape[-1] ** -0.5
+    return noise * (gain / math.sqrt(shape[-1]))
