@@ -139,8 +139,9 @@ SERVED: tuple[Family, ...] = (
     _gqa("Qwen3", "qwen3", PLAIN | {"rope_theta": 1e6}, head_dim=64),
     _gqa("Qwen3-MoE", "qwen3_moe", PLAIN | {"rope_theta": 1e6}, head_dim=64, num_experts=4, **EXPERTS),
     _gqa("Mistral", "mistral", PLAIN | {"rope_theta": 1e6}, sliding_window=None, head_dim=32),
-    _gqa("Phi-2", "phi", PLAIN | {"partial_rotary_factor": 0.5}, num_key_value_heads=4),
-    _gqa("Phi-4", "phi3", PLAIN | {"partial_rotary_factor": 0.75}, head_dim=32),
+    _gqa("Phi-2", "phi", PLAIN | {"partial_rotary_factor": 0.5}, num_key_value_heads=4, intermediate_size=512),
+    # Wide heads: vLLM's CPU kernel turns pairs by eights, and writes past the end of 12.
+    _gqa("Phi-4", "phi3", PLAIN | {"partial_rotary_factor": 0.75}, hidden_size=256),
     _gqa("GLM-4", "glm4", PLAIN | {"partial_rotary_factor": 0.5}, head_dim=32),
     _gqa("Command R", "cohere", PLAIN | {"rope_theta": 4e6}),
 )
