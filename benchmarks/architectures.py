@@ -104,8 +104,9 @@ def _cells(findings: Findings, model: str) -> Row:
         row[ERROR] = f"reuse refused: {findings.refused.removeprefix(model + ': ')}"
     else:
         row[ERROR] = f"{findings.status['turn_error_of_layers']:.1e}"
-        row[KL_PREFILL], row[KL_TURNED] = f"{findings.kl_prefill:.2g}", f"{findings.kl_turned:.2g}"
-        row[KL_UNTURNED] = f"{findings.kl_unturned:.2g}"
+        row[KL_TURNED], row[KL_UNTURNED] = f"{findings.kl_turned:.2g}", f"{findings.kl_unturned:.2g}"
+    if findings.kl_prefill is not None:
+        row[KL_PREFILL] = f"{findings.kl_prefill:.2g}"
     if findings.first and findings.reinjected:
         row[SAME] = "yes" if findings.first.token_ids == findings.reinjected.token_ids else "**no**"
         row[SERVED_TOKENS] = f"{findings.reinjected.num_cached} of {PROMPT}"

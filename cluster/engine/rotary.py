@@ -48,7 +48,10 @@ async def find_rotary(client: Any, vllm_config: Any, facts: RotaryFacts) -> Rota
     extension = vllm_config.parallel_config.worker_extension_cls
     if not (extension and issubclass(resolve_obj_by_qualname(extension), RotaryExtension)):
         return RotaryFinding(facts, None, _summary(summary, facts, "configuration"))
-    ranks = await client.collective_rpc("ropewalk_rotary_modules")
+    try:
+        ranks = await client.collective_rpc("ropewalk_rotary_modules")
+    except Exception as error:  # a model of a make never seen is to be served all the same
+        return RotaryFinding(None, f"the model's rotary modules could not be read: {error}", summary)
     modules = [_module_from(module) for _, found in ranks for module in found]
     summary["modules"] = sorted({module.kind for module in modules})
     try:

@@ -7,6 +7,7 @@ weights are drawn so that outputs vary and attention is selective: with a usual 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,8 +139,9 @@ SERVED: tuple[Family, ...] = (
     _gqa("Qwen3", "qwen3", PLAIN | {"rope_theta": 1e6}, head_dim=64),
     _gqa("Qwen3-MoE", "qwen3_moe", PLAIN | {"rope_theta": 1e6}, head_dim=64, num_experts=4, **EXPERTS),
     _gqa("Mistral", "mistral", PLAIN | {"rope_theta": 1e6}, sliding_window=None, head_dim=32),
-    _gqa("Phi-2", "phi", PLAIN | {"partial_rotary_factor": 0.5}, num_key_value_heads=4),
-    _gqa("Phi-4", "phi3", PLAIN | {"partial_rotary_factor": 0.75}, head_dim=32),
+    _gqa("Phi-2", "phi", PLAIN | {"partial_rotary_factor": 0.5}, num_key_value_heads=4, intermediate_size=512),
+    # Wide heads: vLLM's CPU kernel turns pairs by eights, and writes past the end of 12.
+    _gqa("Phi-4", "phi3", PLAIN | {"partial_rotary_factor": 0.75}, hidden_size=256),
     _gqa("GLM-4", "glm4", PLAIN | {"partial_rotary_factor": 0.5}, head_dim=32),
     _gqa("Command R", "cohere", PLAIN | {"rope_theta": 4e6}),
 )
@@ -227,4 +229,4 @@ def _draw(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Ten
     # Selective attention: logits of a head with a standard deviation of about three.
     selective = any(part in name for part in ("q_proj", "k_proj", "q_b_proj", "kv_a_proj", "qkv_proj"))
     gain = 1.7 if selective else 2.5 if "lm_head" in name else 1.0
-    return gain * noise * shape[-1] ** -0.5
+    return noise * (gain / math.sqrt(shape[-1]))

@@ -26,7 +26,7 @@ def module(inv_freq, layers, interleaved=False, num_positions=512, kind="RotaryE
 frequencies = st.lists(st.floats(1e-8, math.pi * 0.99), min_size=1, max_size=8)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(frequencies, st.integers(2, 5000), st.sampled_from(DTYPES), st.floats(0.5, 2.0))
 def test_frequencies_are_found_within_the_uncertainty_reported(inv_freq, num_positions, dtype, magnitude):
     found = read_table(table(inv_freq, num_positions, dtype, magnitude))
@@ -34,14 +34,14 @@ def test_frequencies_are_found_within_the_uncertainty_reported(inv_freq, num_pos
         assert abs(read - truth) <= uncertainty
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.floats(1e-6, 1.0), st.sampled_from(DTYPES))
 def test_a_longer_table_tells_more(inv_freq, dtype):
     short, long = (read_table(table([inv_freq], length, dtype)).uncertainty[0] for length in (16, 4096))
     assert long < short / 100 + 4e-6 * inv_freq
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.integers(1, 3), st.integers(2, 4000), st.floats(0.01, 3.0))
 def test_a_table_that_changes_its_frequencies_on_the_way_is_refused(pairs, change, shift):
     inv_freq = [1.0 / (1 + pair) for pair in range(pairs)]
@@ -92,7 +92,7 @@ def test_what_does_not_agree_is_refused_with_both_values(modules, message):
         confirm(FACTS, modules, 2)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=12)
 @given(st.sampled_from(DTYPES), st.integers(256, 8192))
 def test_a_wrong_theta_is_told_from_the_right_one(dtype, num_positions):
     """YaRN and plain frequencies of one theta, or two thetas, differ by far more than any dtype hides."""

@@ -75,8 +75,10 @@ def examine(engine: Engine, family: Family) -> Findings:
     engine.settle()
     engine.forget_prefixes()
     reinjected = engine.ask(tokens, max_tokens=ANSWER, ignore_eos=True)
+    model = build(family)
     if status["reuse_refused"]:
-        return Findings(status, first, reinjected)
+        alone = engine.ask(tokens, tenant="alone", max_tokens=1, logprobs=-1)
+        return Findings(status, first, reinjected, divergence(reference(model, tokens, tokens, []), alone))
 
     old, body, new = (_text(rng, length) for length in (OLD_HEADER, BODY, NEW_HEADER))
     questions = [_text(rng, QUESTION) for _ in range(NUM_QUESTIONS)]
@@ -84,7 +86,6 @@ def examine(engine: Engine, family: Family) -> Findings:
     for rotate in (True, False):
         engine.ask(source, mode="reuse", rotate=rotate, max_tokens=1)
     engine.settle()
-    model = build(family)
     prefill, turned, unturned, reused = [], [], [], BODY
     for number, question in enumerate(questions[1:]):
         target = [*new, *body, *question]

@@ -39,6 +39,8 @@ class Client:
             self.told = args
             return None
         assert method == "ropewalk_rotary_modules"
+        if self.ranks is None:
+            raise RuntimeError("no such thing")
         return self.ranks
 
 
@@ -77,6 +79,13 @@ async def test_ranks_that_differ_are_refused():
     client = Client(second_rank=Client.rank((1.0, 0.1), True))
     finding = await find_rotary(client, vllm_config(), FACTS)
     assert "turn differently" in finding.refused
+
+
+async def test_workers_that_cannot_read_their_model_leave_reuse_off():
+    client = Client()
+    client.ranks = None
+    finding = await find_rotary(client, vllm_config(), FACTS)
+    assert "could not be read: no such thing" in finding.refused
 
 
 @pytest.mark.parametrize("extension", ["", f"{__name__}.OtherExtension"])
