@@ -17,9 +17,9 @@ from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
 
+from ropewalk.cluster.bench.architectures import PROMPT, Findings, engine_arguments, examine, facts_by_configuration
+from ropewalk.cluster.bench.engine import Engine
 from ropewalk.cluster.models.tiny import REFUSED, SERVED, Family, write, write_config
-from tests.cluster.engine.architectures import PROMPT, Findings, engine_arguments, examine, facts_by_configuration
-from tests.cluster.engine.conftest import Engine
 
 COLUMNS = (
     FAMILY := "family",

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from ropewalk.cluster.bench.architectures import BODY, PROMPT, engine_arguments, examine, facts_by_configuration
 from ropewalk.cluster.models.tiny import REFUSED, SERVED, write, write_config
 from ropewalk.kernels.keys import HEAD_LENGTH
-
-from .architectures import BODY, PROMPT, engine_arguments, examine, facts_by_configuration
 
 pytestmark = pytest.mark.engine
 

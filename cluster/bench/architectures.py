@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,11 +11,11 @@ from typing import Any
 
 import torch
 
+from ropewalk.cluster.bench.engine import Answer, Engine
+from ropewalk.cluster.bench.statistics import LogProbs, divergence
 from ropewalk.cluster.engine.facts import EngineFacts, engine_facts
 from ropewalk.cluster.engine.settings import EngineSettings, kv_transfer_config
 from ropewalk.cluster.models.tiny import VOCABULARY, Family, build
-
-from .conftest import Answer, Engine
 
 OLD_HEADER, NEW_HEADER, BODY, QUESTION = 150, 70, 512, 8
 """Tokens. The body moves towards the start, where unturned keys do the most harm."""
@@ -50,7 +49,12 @@ class Findings:
 
 def engine_arguments(family: Family) -> dict[str, Any]:
     """Arguments for `Engine`. A fixed `min_run` makes plans independent of how busy the machine is."""
-    return {"skip_tokenizer_init": True, "min_run": 32, "dtype": "bfloat16", "max_model_len": 1024} | family.engine_args
+    return {
+        "skip_tokenizer_init": True,
+        "settings": {"min_run": 32},
+        "dtype": "bfloat16",
+        "max_model_len": 1024,
+    } | family.engine_args
 
 
 def facts_by_configuration(folder: Path) -> tuple[Any, EngineFacts]:
@@ -77,7 +81,7 @@ def examine(engine: Engine, family: Family) -> Findings:
     reinjected = engine.ask(tokens, max_tokens=ANSWER, ignore_eos=True)
     model = build(family)
     if status["reuse_refused"]:
-        alone = engine.ask(tokens, tenant="alone", max_tokens=1, logprobs=-1)
+        alone = engine.ask(tokens, tenant="alone", max_tokens=1, logprobs=True)
         return Findings(status, first, reinjected, divergence(reference(model, tokens, tokens, []), alone))
 
     old, body, new = (_text(rng, length) for length in (OLD_HEADER, BODY, NEW_HEADER))
@@ -89,31 +93,32 @@ def examine(engine: Engine, family: Family) -> Findings:
     prefill, turned, unturned, reused = [], [], [], BODY
     for number, question in enumerate(questions[1:]):
         target = [*new, *body, *question]
-        answer = engine.ask(target, mode="reuse", max_tokens=1, logprobs=-1)
-        other = engine.ask(target, mode="reuse", rotate=False, max_tokens=1, logprobs=-1)
-        alone = engine.ask(target, tenant=f"alone-{number}", max_tokens=1, logprobs=-1)
+        answer = engine.ask(target, mode="reuse", max_tokens=1, logprobs=True)
+        other = engine.ask(target, mode="reuse", rotate=False, max_tokens=1, logprobs=True)
+        alone = engine.ask(target, tenant=f"alone-{number}", max_tokens=1, logprobs=True)
+        assert answer.report is not None
         taken = [run for run in answer.report.plan if run.source == "reuse"]
         assert all(run.turn == NEW_HEADER - OLD_HEADER for run in taken), "not all of it comes from the source"
         runs = [(run.start, run.end) for run in taken]
         truth = reference(model, source, target, runs)
-        prefill.append(divergence(reference(model, source, target, []), alone))
-        turned.append(divergence(truth, answer))
-        unturned.append(divergence(truth, other))
+        prefill.append(divergence(reference(model, source, target, []), alone.first_logprobs))
+        turned.append(divergence(truth, answer.first_logprobs))
+        unturned.append(divergence(truth, other.first_logprobs))
         reused = min(reused, answer.report.tokens["reused"])
         new = _text(rng, NEW_HEADER)  # else the next question would find this one's KV
     return Findings(
         status,
         first,
         reinjected,
-        *(median(kls) for kls in (prefill, turned, unturned)),
+        median(prefill),
+        median(turned),
+        median(unturned),
         reused,
         {"prefill": prefill, "turned": turned, "not turned": unturned},
     )
 
 
-def reference(
-    model: Any, source: Sequence[int], target: Sequence[int], runs: Sequence[tuple[int, int]]
-) -> torch.Tensor:
+def reference(model: Any, source: Sequence[int], target: Sequence[int], runs: Sequence[tuple[int, int]]) -> LogProbs:
     """Log-probabilities `[V]` of the token after `target`, of which `runs` were computed inside `source`.
 
     One forward pass, without a cache and without turning anything: `source` stands at the positions that its body has
@@ -137,13 +142,8 @@ def reference(
     positions = positions - min(0, int(positions.min()))  # only distances enter
     with torch.no_grad():
         out = model(tokens[None], attention_mask=mask[None, None], position_ids=positions[None], use_cache=False)
-    return out.logits[0, -1].log_softmax(-1)
-
-
-def divergence(truth: torch.Tensor, answer: Answer) -> float:
-    """KL(truth ‖ answer) of the first token, in nats."""
-    assert len(answer.first_logprobs) == len(truth)
-    return sum(math.exp(p) * (p - answer.first_logprobs[token]) for token, p in enumerate(truth.tolist()))
+    log_probs: LogProbs = out.logits[0, -1].log_softmax(-1).numpy()
+    return log_probs
 
 
 def _text(rng: random.Random, length: int) -> list[int]:
