@@ -44,7 +44,8 @@ class Findings:
 
     @property
     def refused(self) -> str | None:
-        return self.status["refused"] or self.status["reuse_refused"]
+        reason: str | None = self.status["refused"] or self.status["reuse_refused"]
+        return reason
 
 
 def engine_arguments(family: Family) -> dict[str, Any]:
@@ -61,7 +62,7 @@ def facts_by_configuration(folder: Path) -> tuple[Any, EngineFacts]:
     """vLLM's own configuration for the model in `folder`, and our facts of it. Starts nothing."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    settings = EngineSettings(store_root=folder / "store", store_budget_bytes=1 << 20)
+    settings = EngineSettings.model_validate({"store_root": folder / "store", "store_budget_bytes": 1 << 20})
     arguments = {"skip_tokenizer_init": True, "dtype": "bfloat16", "enforce_eager": True, "async_scheduling": False}
     transfer = kv_transfer_config(settings)
     config = AsyncEngineArgs(model=str(folder), kv_transfer_config=transfer, **arguments).create_engine_config()
