@@ -83,7 +83,9 @@ def examine(engine: Engine, family: Family) -> Findings:
     model = build(family)
     if status["reuse_refused"]:
         alone = engine.ask(tokens, tenant="alone", max_tokens=1, logprobs=True)
-        return Findings(status, first, reinjected, divergence(reference(model, tokens, tokens, []), alone))
+        return Findings(
+            status, first, reinjected, divergence(reference(model, tokens, tokens, []), alone.first_logprobs)
+        )
 
     old, body, new = (_text(rng, length) for length in (OLD_HEADER, BODY, NEW_HEADER))
     questions = [_text(rng, QUESTION) for _ in range(NUM_QUESTIONS)]
