@@ -197,6 +197,7 @@ def build(family: Family) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(family.model_type, **family.settings)
+    config.model_type = family.model_type  # vLLM renames the classes of configurations that it lends to other types
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     generator = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
