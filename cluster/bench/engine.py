@@ -139,6 +139,7 @@ class Engine:
 
     def gather(self, work: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:
         """Run several calls of `ask_async` at once."""
+        self.settle()
 
         async def gathered() -> list[Answer]:
             return await asyncio.gather(*work)
@@ -205,7 +206,12 @@ class Engine:
 
     def stop(self) -> None:
         """End the engine and its thread."""
-        self.llm.shutdown()
+
+        async def end() -> None:
+            self.llm.shutdown()  # here, or its own tasks would report the engine's death
+            await asyncio.sleep(0.1)
+
+        self.run(end())
         self._loop.call_soon_threadsafe(self._loop.stop)
 
 

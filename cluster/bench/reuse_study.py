@@ -44,6 +44,9 @@ HEADERS = (32, 96, 128, 224)
 
 GSM8K_TOKENS = 80
 
+TOKENS_AT_ONCE = 16_384
+"""Of prompts that are asked together where nothing is timed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Counts:
@@ -56,7 +59,7 @@ class Counts:
     gsm8k: int
 
 
-QUICK = {True: Counts(5, 20, 5, 24, 0), False: Counts(2, 4, 5, 4, 4)}
+QUICK = {True: Counts(6, 20, 7, 20, 0), False: Counts(2, 6, 7, 4, 6)}
 FULL = {True: Counts(20, 20, 15, 200, 0), False: Counts(10, 12, 15, 40, 50)}
 """By whether the model is the recall model, whose prompts cost little."""
 
@@ -111,6 +114,15 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
     return next((index for index, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt, its question, and how many of its tokens could be reused."""
+
+    tokens: tuple[int, ...]
+    question: Question
+    num_shared: int
+
+
 class Study:
     """One model: its task, plain vLLM and Ropewalk."""
 
@@ -126,9 +138,11 @@ class Study:
         for _ in range(counts.documents):
             (body,) = self.task.sections(self._rng, [length])
             self._compute([[*self.task.header(self._rng, SOURCE_HEADER), *body.tokens, *body.questions[0].tokens]])
+            asked = []
             for number, question in enumerate(self._questions(body, counts.questions)):
                 header = self.task.header(self._rng, HEADERS[number % len(HEADERS)])
-                self._compare(arms, [*header, *body.tokens], question, length)
+                asked.append(Asked((*header, *body.tokens, *question.tokens), question, length))
+            self._compare(arms, asked)
         timed = self._time(body, counts.rounds)
         summaries = {name: tally.summary() for name, tally in arms.items()}
         return {
@@ -146,10 +160,11 @@ class Study:
     def pattern(self, name: str, length: int, counts: Counts) -> dict[str, Any]:
         """Measure one pattern at one length."""
         arms = {arm: Tally() for arm in ("full", *ARMS)}
-        for _ in range(counts.patterns):
-            case: Case = PATTERNS[name](self.task, self._rng, length)
+        cases: list[Case] = [PATTERNS[name](self.task, self._rng, length) for _ in range(counts.patterns)]
+        for case in cases:
             self._compute(case.sources)
-            self._compare(arms, case.before, case.question, case.num_shared)
+        prompts = [Asked((*case.before, *case.question.tokens), case.question, case.num_shared) for case in cases]
+        self._compare(arms, prompts)
         return {"pattern": name, "length": length, "arms": {arm: tally.summary() for arm, tally in arms.items()}}
 
     def _questions(self, body: Section, count: int) -> list[Question]:
@@ -160,24 +175,38 @@ class Study:
         return chosen + held_out * (count - len(chosen))
 
     def _compute(self, sources: Sequence[Sequence[int]]) -> None:
-        for tokens in sources:
-            if self._is_batched:
-                self.ours.ask(tokens, mode="reuse", max_tokens=1, tenant="study")
-            else:
-                for arm, options in ARMS.items():
-                    self.ours.ask(tokens, mode="reuse", max_tokens=1, tenant=arm, **options)
+        """Let Ropewalk answer the prompts that others will share text with."""
+        tenants = {"study": {}} if self._is_batched else ARMS
+        for tenant, settings in tenants.items():
+            options = {"mode": "reuse", "max_tokens": 1, "tenant": tenant, **settings}
+            self.ours.gather([self.ours.ask_async(tokens, **options) for tokens in sources])
         self.ours.settle()
 
-    def _compare(self, arms: dict[str, Tally], before: Sequence[int], question: Question, num_shared: int) -> None:
-        tokens = [*before, *question.tokens]
-        length = len(question.continuation) or self.task.answer_length
-        options = {"max_tokens": length, "ignore_eos": True, "logprobs": True, "forced": question.continuation}
-        full = self.plain.ask(tokens, **options)
-        arms["full"].add(question, full, full, 0.0)
-        for arm, settings in ARMS.items():
-            answer = self._ask(tokens, arm, settings, **options)
-            assert answer.report is not None
-            arms[arm].add(question, full, answer, answer.report.tokens["reused"] / num_shared)
+    def _compare(self, arms: dict[str, Tally], prompts: Sequence[Asked]) -> None:
+        """Ask plain vLLM, then Ropewalk in all arms; as many prompts at once as a small KV cache has room for."""
+        at_once = max(TOKENS_AT_ONCE // len(prompts[0].tokens), 1)
+        for start in range(0, len(prompts), at_once):
+            wave = prompts[start : start + at_once]
+            full = self.plain.gather([self.plain.ask_async(asked.tokens, **self._options(asked)) for asked in wave])
+            for arm, settings in ARMS.items():
+                own = {"tenant": "study", "keep": False} if self._is_batched else {"tenant": arm}
+                answers = self.ours.gather(
+                    [
+                        self.ours.ask_async(asked.tokens, mode="reuse", **own, **settings, **self._options(asked))
+                        for asked in wave
+                    ]
+                )
+                for asked, truth, answer in zip(wave, full, answers, strict=True):
+                    assert answer.report is not None
+                    recovered = answer.report.tokens["reused"] / asked.num_shared
+                    arms[arm].add(asked.question, truth, answer, recovered)
+            for asked, truth in zip(wave, full, strict=True):
+                arms["full"].add(asked.question, truth, truth, 0.0)
+
+    def _options(self, asked: Asked) -> dict[str, Any]:
+        forced = asked.question.continuation
+        length = len(forced) or self.task.answer_length
+        return {"max_tokens": length, "ignore_eos": True, "logprobs": True, "forced": forced}
 
     def _time(self, body: Section, rounds: int) -> _Timed:
         """Time first tokens behind fresh headers, plain vLLM and Ropewalk in turn."""
@@ -198,30 +227,30 @@ class Study:
     def gsm8k(self, count: int) -> dict[str, Any]:
         """Let both solve GSM8K problems behind worked examples that moved; count right and equal final numbers."""
         assert isinstance(self.task, TextTask)
-        arms: dict[str, list[Answer]] = {"full": [], **{arm: [] for arm in ARMS}}
-        finals: list[str] = []
         examples, problems = self.task.worked_examples(self._rng, 6), self.task.problems(self._rng, count)
         self._compute([[*self.task.header(self._rng, SOURCE_HEADER), *examples, *problems[0][0]]])
-        for number, (asked, final) in enumerate(problems):
-            tokens = [*self.task.header(self._rng, HEADERS[number % len(HEADERS)]), *examples, *asked]
-            arms["full"].append(self.plain.ask(tokens, max_tokens=GSM8K_TOKENS))
-            for arm, settings in ARMS.items():
-                arms[arm].append(self._ask(tokens, arm, settings, max_tokens=GSM8K_TOKENS))
-            finals.append(final)
-        said = {arm: [self.task.final_number(answer.token_ids) for answer in answers] for arm, answers in arms.items()}
+        prompts = [
+            [*self.task.header(self._rng, HEADERS[number % len(HEADERS)]), *examples, *asked]
+            for number, (asked, _) in enumerate(problems)
+        ]
+        finals = [final for _, final in problems]
+        said: dict[str, list[str | None]] = {}
+        for arm, settings in {"full": None, **ARMS}.items():
+            if settings is None:
+                work = [self.plain.ask_async(tokens, max_tokens=GSM8K_TOKENS) for tokens in prompts]
+                answers = self.plain.gather(work)
+            else:
+                own = {"tenant": "study", "keep": False} if self._is_batched else {"tenant": arm}
+                options = {"mode": "reuse", "max_tokens": GSM8K_TOKENS, **own, **settings}
+                answers = self.ours.gather([self.ours.ask_async(tokens, **options) for tokens in prompts])
+            said[arm] = [self.task.final_number(answer.token_ids) for answer in answers]
         return {
             arm: {
                 "right": share(sum(a == b for a, b in zip(said[arm], finals, strict=True)), count),
                 "same_number_as_full": share(sum(a == b for a, b in zip(said[arm], said["full"], strict=True)), count),
             }
-            for arm in arms
+            for arm in said
         }
-
-    def _ask(self, tokens: Sequence[int], arm: str, settings: dict[str, Any], **options: Any) -> Answer:
-        """Ask Ropewalk in one arm, leaving nothing behind."""
-        if self._is_batched:
-            return self.ours.ask(tokens, mode="reuse", tenant="study", keep=False, **settings, **options)
-        return self.ours.ask(tokens, mode="reuse", tenant=arm, **settings, **options)
 
 
 @dataclass(frozen=True, slots=True)
