@@ -38,6 +38,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="some minutes a model on two cores (the default)")
     size.add_argument("--full", action="store_true", help="many more prompts: hours on two cores")
+    parser.add_argument(
+        "--min-run",
+        type=int,
+        default=64,
+        metavar="TOKENS",
+        help="shortest run that is reused (default 64; 0: as the engine learns, which on tiny models is next to never)",
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all figures here")
@@ -67,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
     from ropewalk.cluster.bench.tables import print_report
 
     start = time.perf_counter()
-    report: dict[str, Any] = {"machine": machine(), "seed": args.seed, "dtype": args.dtype, "models": {}}
+    report: dict[str, Any] = {"machine": machine(), "seed": args.seed, "dtype": args.dtype, "min_run": args.min_run}
+    report["models"] = {}
     for model in args.models:
         report["models"][model] = run_model(model, args, longest_prompt(args))
         if args.json:  # after each model: what was measured is not lost
