@@ -15,7 +15,6 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -28,14 +27,14 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import RequestStatus
 
 from ropewalk.cluster.engine.facts import engine_facts
-from ropewalk.cluster.engine.layouts import KvLayout, StoredRows, UnsupportedLayout, find_layout
+from ropewalk.cluster.engine.layouts import KvLayout, UnsupportedLayout, find_layout
+from ropewalk.cluster.engine.loader import Load, Loader, LoadPart, reason_of
 from ropewalk.cluster.engine.request import PARAMS_KEY
 from ropewalk.cluster.engine.saver import Saver, save_part
-from ropewalk.cluster.engine.saves import HELD_SHARE, Save, SaveQueue, Slots, slots_of
+from ropewalk.cluster.engine.saves import HELD_SHARE, Save, SaveQueue, slots_of
 from ropewalk.cluster.engine.settings import settings_of
 from ropewalk.cluster.engine.stores import OpenStores, Place
-from ropewalk.cluster.store.chunk import ChunkCorrupt
-from ropewalk.kernels.keys import Tokens, as_tokens
+from ropewalk.kernels.keys import as_tokens
 from ropewalk.kernels.rope import RotaryFacts
 from ropewalk.scheduler.planner import Plan
 
@@ -54,33 +53,6 @@ DOMAIN_SALT = b"ropewalk/reuse"
 
 GATHER_S = 0.1
 """Seconds that the first requests of a batched plan wait for the others, which were sent in the same moment."""
-
-
-@dataclass(slots=True)
-class LoadPart:
-    """Rows `[offset, offset + n)` of a chunk, `n = len(slots)`, turned by `turn`, go to `slots`.
-
-    `source` is the position that the plan takes the chunk's first row to be computed at. None: rows are taken at wrong
-    positions on purpose.
-    """
-
-    chunk: str
-    offset: int
-    turn: int
-    source: int | None
-    tokens: Tokens
-    slots: Slots
-
-
-@dataclass(slots=True)
-class Load:
-    """Parts of one request, ascending from position `start`. `block_ids` are all of its blocks."""
-
-    request_id: str
-    place: Place
-    start: int
-    parts: list[LoadPart]
-    block_ids: list[int]
 
 
 @dataclass
@@ -169,6 +141,7 @@ class RopewalkConnector(KVConnectorBase_V1):
         # Worker half
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._layout: KvLayout | None = None
+        self._loader: Loader | None = None
         self._saver: Saver | None = None
         self._failed_blocks: set[int] = set()
         self._failures: dict[str, tuple[str, int]] = {}
@@ -388,6 +361,7 @@ class RopewalkConnector(KVConnectorBase_V1):
     def turn_with(self, rotary: RotaryFacts) -> None:
         """Turn keys by `rotary`, confirmed by the loaded model, from now on."""
         self._facts = replace(self._facts, rotary=rotary)
+        self._loader = None  # it turns keys by the layout that it was made for
         self._find_layout()
 
     def _find_layout(self) -> None:
@@ -410,8 +384,7 @@ class RopewalkConnector(KVConnectorBase_V1):
                 self._not_saved.add(save.request_id)
                 continue
             if self._saver is None:
-                stores = OpenStores(self._settings, self._budget, self._disk, self._stores.rank)
-                self._saver = Saver(self._layout, stores)
+                self._saver = Saver(self._layout, self._open_stores())
             self._saver.submit(save)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -419,40 +392,24 @@ class RopewalkConnector(KVConnectorBase_V1):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, RopewalkMetadata)
         for load in metadata.loads:
-            position, failure = load.start, None
-            found: list[StoredRows] = []
-            for part in load.parts:
-                try:
-                    found.append(self._read(load.place, part))
-                except Exception as error:  # an engine that dies of one chunk loses everybody's requests
-                    failure = error
-                    break
-                position += len(part.tokens)
-            try:
-                if found:
-                    assert self._layout is not None
-                    self._layout.scatter(found)
-            except Exception as error:
-                position, failure = load.start, error
+            position, failure = self._load(load)
             if failure is not None:
-                self._failures[load.request_id] = (_reason(failure), position)
+                reason = reason_of(failure)
+                self._failures[load.request_id] = (reason, position)
                 # Blocks behind the failed ones are computed in this step, from garbage.
                 self._failed_blocks.update(load.block_ids[position // self._block_size :])
-                unforeseen = failure if _reason(failure) == "load_failed" else None
+                unforeseen = failure if reason == "load_failed" else None
                 logger.warning("Recomputing KV of request %s: %s", load.request_id, failure, exc_info=unforeseen)
 
-    def _read(self, place: Place, part: LoadPart) -> StoredRows:
+    def _load(self, load: Load) -> tuple[int, Exception | None]:
         if self._layout is None:
-            raise UnsupportedLayout("the KV cache layout is not known")
-        header, rows = self._stores.get(place).read(part.chunk)
-        end = part.offset + len(part.tokens)
-        # A key is only a candidate: the token ids decide.
-        if not np.array_equal(header.tokens[part.offset : end], part.tokens):
-            raise _TokensDiffer(f"chunk {part.chunk} holds other tokens")
-        # The plan turns by where it believed the rows to come from.
-        if part.source is not None and header.start != part.source:
-            raise _StartDiffers(f"chunk {part.chunk} begins at {header.start}, planned as {part.source}")
-        return StoredRows(torch.from_numpy(part.slots), rows[:, part.offset : end], part.turn)
+            return load.start, UnsupportedLayout("the KV cache layout is not known")
+        if self._loader is None:
+            self._loader = Loader(self._layout, self._open_stores)
+        return self._loader.load(load)
+
+    def _open_stores(self) -> OpenStores:
+        return OpenStores(self._settings, self._budget, self._disk, self._stores.rank)
 
     def wait_for_save(self) -> None:
         """Save finished stages: their answers leave the engine after this step.
@@ -482,6 +439,8 @@ class RopewalkConnector(KVConnectorBase_V1):
         failures, self._failures = self._failures, {}
         counters, self._worker_counters = self._worker_counters, Counter()
         counters.update(self._stores.take_counters())
+        if self._loader is not None:
+            counters.update(self._loader.take_counters())
         if self._saver is not None:
             counters.update(self._saver.take_counters())
         return RopewalkWorkerMetadata(failures, counters) if failures or counters else None
@@ -503,28 +462,6 @@ class RopewalkConnector(KVConnectorBase_V1):
     def requires_kv_delivery(self) -> bool:
         """A lost save is a cache miss later on, no more: a preempted request may finish."""
         return False
-
-
-class _TokensDiffer(Exception):
-    """A chunk's token ids are not those of the prompt: a key collided."""
-
-
-class _StartDiffers(Exception):
-    """A chunk was computed at another position than the plan assumed: its keys would be turned wrongly."""
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return "chunk_missing"
-    if isinstance(error, ChunkCorrupt):
-        return "chunk_corrupt"
-    if isinstance(error, _TokensDiffer):
-        return "tokens_differ"
-    if isinstance(error, _StartDiffers):
-        return "start_differs"
-    if isinstance(error, UnsupportedLayout):
-        return "layout_unknown"
-    return "load_failed"
 
 
 def enter_reuse_domain(request: Request, first_inexact: int, block_size: int) -> None:

@@ -35,7 +35,9 @@ class Layout:
     def gather(self, slots: torch.Tensor) -> torch.Tensor:
         return self.numbers[:, slots]
 
-    def scatter(self, parts: Any) -> None:
+    is_on_cpu = True
+
+    def scatter(self, parts: Any, max_threads: int | None = None) -> None:
         for part in parts:
             self.numbers[:, part.slots] = part.rows
 
