@@ -73,6 +73,7 @@ class Engine:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self.num_preemptions = 0
+        self._is_stopped = False
         self.store_root, self.disk_root = store_root, disk_root
         if forcing:
             engine_args["logits_processors"] = [FORCING]
@@ -205,7 +206,10 @@ class Engine:
             self.run(self.client.wait_for_saves())
 
     def stop(self) -> None:
-        """End the engine and its thread."""
+        """End the engine and its thread. Once more does nothing."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
 
         async def end() -> None:
             self.llm.shutdown()  # here, or its own tasks would report the engine's death
