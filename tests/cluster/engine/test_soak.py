@@ -18,7 +18,9 @@ MAX_SET_ASIDE = 0.05
 
 @pytest.fixture(scope="module")
 def engines(start_engines, new_store) -> tuple[Engine, Engine]:
-    plain, ours = start_engines("recall-mla", None, new_store(), dtype="bfloat16", max_model_len=1024)
+    plain, ours = start_engines(
+        "recall-mla", None, new_store(), dtype="bfloat16", max_model_len=1024, settings={"min_run": 32}
+    )
     return plain, ours
 
 
