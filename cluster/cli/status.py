@@ -60,7 +60,7 @@ def _print_tables(report: Mapping[str, Any]) -> None:
     console = Console()
     models = Table(title="Models and replicas", title_justify="left")
     for column in ("model", "replica", "state", "reuse", "RoPE", "requests", "store", "notes"):
-        models.add_column(column)
+        models.add_column(column, no_wrap=column in ("model", "state"), min_width=7 if column == "store" else None)
     for model in report["models"]:
         if not model["replicas"]:
             models.add_row(model["name"], "-", f"0 of {model['wanted']} ready", "", "", "", "", model["message"])
