@@ -307,6 +307,8 @@ def test_the_store_and_health_routes_answer(http: httpx.Client) -> None:
 
 
 def test_metrics_are_served_for_prometheus(http: httpx.Client) -> None:
+    asked = {"model": MODEL, "prompt": "One, two, three,", "max_tokens": 1}
+    assert http.post("/v1/completions", json=asked).status_code == 200
     answer = http.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     samples = [s for family in text_string_to_metric_families(answer.text) for s in family.samples]
