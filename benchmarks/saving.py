@@ -21,10 +21,13 @@ import statistics
 import sys
 import time
 import uuid
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from ropewalk.cluster.bench.engine import Engine
 
 PROMPT_TOKENS, ANSWER_TOKENS = 512, 32
 BUDGET = 1 << 30
@@ -38,49 +41,14 @@ def base() -> Path:
     return Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path("/tmp")
 
 
-async def start(root: Path, *, save: bool) -> Any:
-    """An engine that plans, and saves or not."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    from ropewalk.cluster.engine.planned import wrap_engine
-    from ropewalk.cluster.engine.settings import EngineSettings, kv_transfer_config
-    from ropewalk.cluster.models import resolve
-    from ropewalk.cluster.serve.engine import UNIPROC
-
-    settings = EngineSettings(store_root=root, store_budget_bytes=BUDGET, save=save)
-    config = AsyncEngineArgs(
-        model=resolve("smollm2-135m"),
-        enforce_eager=True,
-        distributed_executor_backend=UNIPROC,
-        max_model_len=2048,
-        block_size=32,
-        enable_prefix_caching=True,
-        kv_transfer_config=kv_transfer_config(settings),
-    ).create_engine_config()
-    engine = wrap_engine(AsyncLLM.from_vllm_config(config), config, settings)
-    await engine.prepare()
-    return engine
-
-
-async def ask(engine: Any, tokens: list[int], gaps: list[float]) -> None:
+async def ask(engine: Engine, tokens: list[int], gaps: list[float]) -> None:
     """Answer one prompt; add the seconds between its tokens to `gaps`."""
-    from vllm import SamplingParams
-    from vllm.inputs import tokens_input
-    from vllm.sampling_params import RequestOutputKind
-
-    params = SamplingParams(
-        max_tokens=ANSWER_TOKENS, ignore_eos=True, temperature=0.0, output_kind=RequestOutputKind.DELTA
-    )
-    last = None
-    async for _ in engine.generate(tokens_input(tokens), params, uuid.uuid4().hex):
-        now = time.perf_counter()
-        if last is not None:
-            gaps.append(now - last)
-        last = now
+    times: list[float] = []
+    await engine.ask_async(tokens, max_tokens=ANSWER_TOKENS, ignore_eos=True, times=times)
+    gaps += [after - before for before, after in pairwise(times)]
 
 
-async def play(engine: Any, prompts: list[list[int]], concurrency: int) -> Round:
+async def play(engine: Engine, prompts: list[list[int]], concurrency: int) -> Round:
     """Answer all prompts, so many at a time; the time until the last one is stored counts, too."""
     waiting, gaps = list(prompts), list[float]()
 
@@ -90,32 +58,33 @@ async def play(engine: Any, prompts: list[list[int]], concurrency: int) -> Round
 
     begin = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(concurrency)))
-    await engine.wait_for_saves()
+    await engine.client.wait_for_saves()
     seconds = time.perf_counter() - begin
     return {"requests_s": len(prompts) / seconds, "gap_p99_ms": 1e3 * statistics.quantiles(gaps, n=100)[98]}
 
 
-async def compare(args: argparse.Namespace, rng: np.random.Generator) -> tuple[list[tuple[Round, Round]], Any]:
+def compare(args: argparse.Namespace, rng: np.random.Generator) -> tuple[list[tuple[Round, Round]], Any]:
     """Play the rounds on a new pair of engines; pairs of (saving, not saving), and what the saving one counted."""
     roots = [base() / f"ropewalk-bench-{uuid.uuid4().hex}" for _ in range(2)]
-    engines: list[Any] = []
+    engines: list[Engine] = []
     try:
         for root, save in zip(roots, (True, False), strict=True):
-            engines.append(await start(root, save=save))
+            settings = {"store_budget_bytes": BUDGET, "save": save}
+            engines.append(Engine("smollm2-135m", store_root=root, settings=settings))
         pairs = []
         for number in range(args.rounds + 1):
             prompts = rng.integers(1000, 40_000, (args.requests, PROMPT_TOKENS)).tolist()
             pair: list[Round] = [{}, {}]
             for arm in (0, 1) if number % 2 else (1, 0):
-                pair[arm] = await play(engines[arm], prompts, args.concurrency)
+                pair[arm] = engines[arm].run(play(engines[arm], prompts, args.concurrency))
             if number:  # the first one warms up
                 pairs.append((pair[0], pair[1]))
                 ratio = pair[0]["requests_s"] / pair[1]["requests_s"]
                 print(f"pair {number} of {args.rounds}: ratio {ratio:.3f}", file=sys.stderr, flush=True)
-        return pairs, engines[0].status()["counters"]
+        return pairs, engines[0].client.status()["counters"]
     finally:
         for engine in engines:
-            engine.shutdown()
+            engine.stop()
         for root in roots:
             with contextlib.suppress(OSError):
                 shutil.rmtree(root)
@@ -130,17 +99,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     threads = len(os.sched_getaffinity(0))
-    os.environ |= {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM would bind both engines' threads to the same cores
-        "OMP_NUM_THREADS": str(threads),
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
     rng = np.random.default_rng(0)
     pairs: list[tuple[Round, Round]] = []
     counters: list[dict[str, int]] = []
     for _ in range(args.starts):
-        more, counted = asyncio.run(compare(args, rng))
+        more, counted = compare(args, rng)
         pairs += more
         counters.append({name: count for name, count in counted.items() if "save" in name or "store" in name})
     report: dict[str, Any] = {"threads": threads, "pairs": len(pairs), "requests": args.requests, "counters": counters}

@@ -158,12 +158,13 @@ class Engine:
         ignore_eos: bool = False,
         logprobs: bool = False,
         forced: Sequence[int] = (),
+        times: list[float] | None = None,
         **settings: Any,
     ) -> Answer:
         """Answer one prompt greedily. `settings` are further fields of `RequestSettings`; plain vLLM ignores them.
 
         `logprobs` asks for log-probabilities of the whole vocabulary. `forced` tokens are said whatever the model would
-        say (the engine must have been started with `forcing=True`).
+        say (the engine must have been started with `forcing=True`). When tokens came is added to `times`, in seconds.
         """
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
@@ -187,7 +188,10 @@ class Engine:
         ttft_s = 0.0
         start = time.perf_counter()
         async for output in self.client.generate(tokens_input(list(tokens)), params, uuid.uuid4().hex):
-            ttft_s = ttft_s or time.perf_counter() - start
+            now = time.perf_counter()
+            ttft_s = ttft_s or now - start
+            if times is not None:
+                times.append(now)
             last = output
         reports = self.client.pop_reports(asked.key) if self.store_root is not None else [None]
         completion = last.outputs[0]

@@ -41,7 +41,10 @@ def _join(*parts: tuple[int, ...] | list[int]) -> tuple[int, ...]:
 def _ask(rng: random.Random, *sections: Section) -> tuple[Question, Question]:
     """Two different questions about the sections, with answers; both may be one where there is only one."""
     questions = [question for section in sections for question in section.questions if question.answer]
-    return (questions[0], questions[0]) if len(questions) == 1 else tuple(rng.sample(questions, 2))  # type: ignore[return-value]
+    if len(questions) == 1:
+        return questions[0], questions[0]
+    first, then = rng.sample(questions, 2)
+    return first, then
 
 
 def header(task: Task, rng: random.Random, length: int) -> Case:

@@ -41,9 +41,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--min-run",
         type=int,
-        default=64,
         metavar="TOKENS",
-        help="shortest run that is reused (default 64; 0: as the engine learns, which on tiny models is next to never)",
+        help="shortest run that is reused (default: as the engine learns it)",
     )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--seed", type=int, default=0)

@@ -169,11 +169,9 @@ class _Reader:
     """Reads back from the store what an engine has computed."""
 
     def __init__(self, engine: Engine) -> None:
-        from ropewalk.cluster.engine.facts import engine_facts
-
         assert engine.store_root is not None
         status = engine.client.status()
-        facts = engine_facts(engine.llm.vllm_config)
+        facts = engine.client.facts
         if facts.rotary is None or status["refused"] or status["reuse_refused"]:
             raise NotMeasurable(status["refused"] or status["reuse_refused"])
         self.rotary: RotaryFacts = facts.rotary
@@ -195,7 +193,7 @@ class _Reader:
         while not self._store.contains(piece.chain):
             if time.monotonic() > deadline:
                 raise NotMeasurable(f"the engine stored no KV of positions {piece.start} to {piece.end}")
-            time.sleep(0.002)
+            time.sleep(0.002)  # another process stores it: there is no event
         header, rows = self._store.read(piece.chain)
         # A name is only a candidate: the token ids and the place decide.
         assert header.start == piece.start

@@ -449,6 +449,8 @@ class RopewalkConnector(KVConnectorBase_V1):
         """Save what waits, if that takes no longer than a moment."""
         if self._saver is not None:
             self._saver.close()
+        if self._loader is not None:
+            self._loader.close()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: loads are done before the forward pass."""

@@ -96,7 +96,7 @@ class StandardLayout:
                 torch.accelerator.synchronize()
             return contextlib.nullcontext()
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types here
         return _behind(torch.cuda.current_stream(device).record_event(), self._stream)
 
     def scatter(self, parts: Sequence[StoredRows], max_threads: int | None = None) -> None:

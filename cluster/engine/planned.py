@@ -26,7 +26,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from ropewalk.cluster.engine.facts import EngineFacts, engine_facts
 from ropewalk.cluster.engine.pending import PendingSaves, heads_of
 from ropewalk.cluster.engine.probe import PROBE_LENGTH, objection, turn_errors
-from ropewalk.cluster.engine.request import PARAMS_KEY, PlannedRange, RequestReport, RequestSettings
+from ropewalk.cluster.engine.request import PARAMS_KEY, RequestReport, RequestSettings, describe
 from ropewalk.cluster.engine.rotary import find_rotary
 from ropewalk.cluster.engine.settings import EngineSettings
 from ropewalk.cluster.engine.stores import OpenStores
@@ -86,6 +86,11 @@ class PlannedEngine:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What the engine's KV is; once prepared, as the loaded model confirms it."""
+        return self._facts
 
     # What the serving layer asks
 
@@ -207,7 +212,8 @@ class PlannedEngine:
                         # Others in the same steps would count as this request's cost.
                         if is_first_token and self._num_running == 1 and num_started == self._num_started:
                             num_cached = (output.num_cached_tokens or 0) - num_computed_by_stages
-                            self._cost.observe(plan.num_tokens - num_cached, len(tasks), time.perf_counter() - start)
+                            seconds = time.perf_counter() - start
+                            self._cost.observe(plan.num_tokens - num_cached, len(tasks), num_cached, seconds)
                     # Neither what a stage computed for this request nor what could not be loaded is a cache hit.
                     not_cached = num_computed_by_stages + returned.get("num_failed", 0)
                     output.num_cached_tokens = max((output.num_cached_tokens or 0) - not_cached, 0)
@@ -457,7 +463,7 @@ class PlannedEngine:
                     plan, settings = Plan(length, 0, (), (), ()), RequestSettings(tenant=store.tenant)
                     start = time.perf_counter()
                     await self._run_stage(prompt, length, plan, settings, f"{store.tenant}-{first}", {})
-                    self._cost.observe(length, 0, time.perf_counter() - start)
+                    self._cost.observe(length, 0, 0, time.perf_counter() - start)
         logger.info(
             "A prefill costs %.1f ms and %.0f us a token: reused runs have %d tokens or more",
             1e3 * self._cost.overhead_s,
@@ -482,17 +488,6 @@ EngineClient.register(PlannedEngine)
 def wrap_engine(client: EngineClient, vllm_config: Any, settings: EngineSettings) -> PlannedEngine:
     """Return `client` with planning. Await `prepare` before the first request to keep the probe off its path."""
     return PlannedEngine(client, vllm_config, settings)
-
-
-def describe(plan: Plan) -> list[PlannedRange]:
-    """Return the plan as ranges of the prompt, ascending, for a reader."""
-    ranges = [PlannedRange(start, end, "compute") for start, end in plan.gaps()]
-    for segment in plan.segments:
-        if segment.reused:
-            ranges.append(PlannedRange(segment.start, segment.end, "reuse", segment.chunk, segment.turn))
-        elif segment.end <= plan.exact_end:  # the others hold what stages compute
-            ranges.append(PlannedRange(segment.start, segment.end, "exact", segment.chunk))
-    return sorted(ranges, key=lambda planned: planned.start)
 
 
 def _set_params(sampling_params: SamplingParams, params: dict[str, Any] | None) -> SamplingParams:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from ropewalk.scheduler.planner import Plan
+
 PARAMS_KEY = "ropewalk"
 """The one name that Ropewalk uses inside vLLM's `kv_transfer_params`."""
 
@@ -59,6 +61,17 @@ class PlannedRange:
     source: Literal["compute", "exact", "reuse"]
     chunk: str | None = None
     turn: int = 0
+
+
+def describe(plan: Plan) -> list[PlannedRange]:
+    """Return the plan as ranges of the prompt, ascending, for a reader."""
+    ranges = [PlannedRange(start, end, "compute") for start, end in plan.gaps()]
+    for segment in plan.segments:
+        if segment.reused:
+            ranges.append(PlannedRange(segment.start, segment.end, "reuse", segment.chunk, segment.turn))
+        elif segment.end <= plan.exact_end:  # the others hold what stages compute
+            ranges.append(PlannedRange(segment.start, segment.end, "exact", segment.chunk))
+    return sorted(ranges, key=lambda planned: planned.start)
 
 
 @dataclass(slots=True)

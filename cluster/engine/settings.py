@@ -67,7 +67,7 @@ class EngineSettings(BaseModel):
     save: bool = True
     carve_out: int = Field(32, ge=0)
     min_run: int | None = Field(None, ge=1, description="None: learned from what stages cost")
-    boundary: int | None = Field(None, ge=0, description="None: as the kind of KV needs it")
+    boundary: int | None = Field(None, ge=0, description="tokens; None: 0")
     second_pass: bool = True
     chunk_mean: int = 128
     chunk_min: int = 32

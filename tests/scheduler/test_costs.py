@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,37 +18,57 @@ def test_the_break_even_is_found_through_noise():
     cost = StageCost(initial_run=32)
     for _ in range(300):
         n, s = rng.randrange(16, 1500), rng.randrange(4)
-        cost.observe(n, s, (0.05 + 0.001 * n + 0.12 * s) * rng.uniform(0.95, 1.05))
+        cost.observe(n, s, 0, (0.05 + 0.001 * n + 0.12 * s) * rng.uniform(0.95, 1.05))
     assert 90 <= cost.min_run <= 150
 
 
 def test_stages_that_run_one_by_one_are_taken_to_cost_a_request_each():
     cost = StageCost(initial_run=None)
     for n in [32, 416] * 2:
-        cost.observe(n, 0, 0.2 + 0.001 * n)
+        cost.observe(n, 0, 0, 0.2 + 0.001 * n)
     assert 190 <= cost.min_run <= 210
 
 
 def test_it_follows_a_machine_that_becomes_faster():
     cost = StageCost(initial_run=32)
     for n, s in [(32, 0), (512, 1), (512, 0), (32, 1)] * 40:
-        cost.observe(n, s, 0.1 + 0.001 * n + 0.1 * s)
+        cost.observe(n, s, 0, 0.1 + 0.001 * n + 0.1 * s)
     assert 90 <= cost.min_run <= 105
     for n, s in [(32, 0), (512, 1), (512, 0), (32, 1)] * 100:
-        cost.observe(n, s, 0.1 + 0.0005 * n + 0.1 * s)
+        cost.observe(n, s, 0, 0.1 + 0.0005 * n + 0.1 * s)
     assert 180 <= cost.min_run <= 205
+
+
+@pytest.mark.parametrize("lengths", [(500, 1000, 2000, 4000), (4000,)])
+def test_what_long_runs_take_to_load_is_not_taken_for_the_cost_of_a_stage(lengths):
+    """A machine where stages cost 30 computed tokens, and 4,000 loaded ones 500."""
+    rng = random.Random(1)
+    cost = StageCost(initial_run=32)
+    for n in [32, 416]:
+        cost.observe(n, 0, 0, 0.025 + 1e-4 * n)
+    for _ in range(100):
+        n, length = rng.randrange(60, 300), rng.choice(lengths)
+        s, m = (0, 0) if rng.random() < 0.2 else (1, length)
+        n += length - m
+        cost.observe(n, s, m, (0.025 + 1e-4 * n + 3e-3 * s + 1.25e-5 * m) * rng.uniform(0.95, 1.05))
+    assert cost.min_run <= 64
+    assert 0.8e-5 < cost.per_cached_s < 1.7e-5
 
 
 def test_observations_that_are_all_alike_change_nothing():
     cost = StageCost(initial_run=77)
     for n in [500, 510, 520] * 20:
-        cost.observe(n, 1, 0.5)
+        cost.observe(n, 1, 0, 0.5)
     assert cost.min_run == 77
 
 
-@given(st.lists(st.tuples(st.integers(0, 100_000), st.integers(0, 50), st.floats(0, 1e4)), max_size=60))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 100_000), st.integers(0, 50), st.integers(0, 100_000), st.floats(0, 1e4)), max_size=60
+    )
+)
 def test_any_measurement_keeps_the_bounds(observations):
     cost = StageCost(initial_run=64)
-    for n, s, seconds in observations:
-        cost.observe(n, s, seconds)
+    for n, s, m, seconds in observations:
+        cost.observe(n, s, m, seconds)
     assert LEAST_RUN <= cost.min_run <= LONGEST_RUN
