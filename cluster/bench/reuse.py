@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
     from ropewalk.cluster.bench.reuse_study import machine, run_model
     from ropewalk.cluster.bench.tables import print_report
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the engines would stay behind
     start = time.perf_counter()
     report: dict[str, Any] = {"machine": machine(), "seed": args.seed, "dtype": args.dtype, "min_run": args.min_run}
     report["models"] = {}

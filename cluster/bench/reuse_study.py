@@ -12,7 +12,6 @@ import argparse
 import os
 import random
 import shutil
-import signal
 import sys
 import tempfile
 import uuid
@@ -302,17 +301,19 @@ def run_model(model: str, args: argparse.Namespace, longest_prompt: int) -> dict
 
 
 @contextmanager
-def engines(model: str, min_run: int | None = None, **engine_args: Any) -> Iterator[tuple[Engine, Engine]]:
+def engines(
+    model: str, min_run: int | None = None, settings: dict[str, Any] | None = None, **engine_args: Any
+) -> Iterator[tuple[Engine, Engine]]:
     """Start plain vLLM and Ropewalk side by side, and remove the store afterwards."""
     base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
     root = base / f"ropewalk-bench-{uuid.uuid4().hex}"
-    settings = {"store_budget_bytes": min(3 << 30, shutil.disk_usage(base).free // 2), "min_run": min_run}
+    budget = min(3 << 30, shutil.disk_usage(base).free // 2)
+    settings = {"store_budget_bytes": budget, "min_run": min_run} | (settings or {})
 
     def start(store: Path | None) -> Engine:
         return Engine(model, store_root=store, settings=settings, forcing=True, **engine_args)
 
     started: list[Engine] = []
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the engines would stay behind
     try:
         with ThreadPoolExecutor() as pool:
             starting = [pool.submit(start, store) for store in (None, root)]

@@ -41,4 +41,4 @@ def share(right: int, count: int) -> dict[str, Any]:
     p = right / count
     centre = (p + z * z / (2 * count)) / (1 + z * z / count)
     half = z * math.sqrt(p * (1 - p) / count + z * z / (4 * count * count)) / (1 + z * z / count)
-    return {"count": count, "share": p, "low": max(centre - half, 0.0), "high": min(centre + half, 1.0)}
+    return {"count": count, "share": p, "low": max(min(centre - half, p), 0.0), "high": min(max(centre + half, p), 1.0)}

@@ -21,8 +21,8 @@ from ropewalk.workloads.recall.vocabulary import vocabulary
 CONTINUATION = 16
 """Tokens of held-out text whose probability is measured."""
 
-CODE_EVERY = 160
-"""Tokens of prose for one access code."""
+CODE_ROOM = 48
+"""Tokens that the sentence with an access code may take at most. Prose of some 100 to 200 tokens follows each."""
 
 _COLOURS = ("red", "green", "blue", "white", "black", "golden", "silver", "brown", "purple", "yellow")
 _THINGS = ("gate", "tower", "harbour", "library", "garden", "station", "bridge", "market", "factory", "museum")
@@ -143,7 +143,7 @@ class TextTask:
         tokens: list[int] = []
         questions = []
         while len(tokens) < num_tokens:
-            if names and num_tokens - len(tokens) > CODE_EVERY:
+            if names and num_tokens - len(tokens) >= CODE_ROOM:
                 name, code = names.pop(), str(rng.randrange(1000, 10_000))
                 tokens += self.encode(f"\n\nThe access code of the {name} is {code}.")
                 asked = self.encode(
