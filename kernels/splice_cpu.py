@@ -93,6 +93,14 @@ def _load_compiled(stored):
     return lambda stored: stored
 
 
+@numba.njit(nogil=True, error_model="numpy")
+def _rounded_bits(number):
+    """The bits of a float32; the upper half is the bfloat16 that is nearest, to even."""
+    bits = _float_as_bits(np.float32(number))
+    rounded = np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
+    return rounded if number == number else np.uint32(0x7FC00000)
+
+
 def _store(number, like):
     """A float32 in the dtype of the array `like`, rounded to nearest even."""
     raise NotImplementedError("compiled code only")
@@ -105,12 +113,19 @@ def _store_compiled(number, like):
     if like.dtype != types.uint16:
         return lambda number, like: number
 
-    def rounded(number, like):
-        bits = _float_as_bits(np.float32(number))
-        up = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-        return np.uint16(up >> np.uint32(16)) if number == number else np.uint16(0x7FC0)
+    return lambda number, like: np.uint16(_rounded_bits(number) >> np.uint32(16))
 
-    return rounded
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def _turn_words(words, out, cosines, sines):
+    """Turn pairs of neighbours in bfloat16, each pair in one word: whole words become vector code, halves do not."""
+    upper = np.uint32(0xFFFF0000)
+    for pair in range(len(cosines)):
+        x = _bits_as_float(np.uint32(words[pair] << np.uint32(16)))
+        y = _bits_as_float(np.uint32(words[pair] & upper))
+        first = _rounded_bits(x * cosines[pair] - y * sines[pair])
+        second = _rounded_bits(y * cosines[pair] + x * sines[pair])
+        out[pair] = (second & upper) | (first >> np.uint32(16))
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
@@ -133,8 +148,11 @@ def _move_layers(
     band_start,
     half,
     interleaved,
+    in_words,
     like,
+    like_words,
 ):
+    """`in_words`: pairs to turn are words, because they are neighbours of 16 bits."""
     size = like.itemsize
     band_end = band_start + 2 * half
     for layer in range(first_layer, last_layer):
@@ -142,16 +160,22 @@ def _move_layers(
             part = source_part[token]
             line = lines[token]
             for head in range(num_heads):
-                offset = source_offsets[token] + head * source_head_strides[part]
-                source = numba.carray(_pointer(source_table[part, layer] + offset * size, like), (width,))
-                offset = target_offsets[token] + head * target_head_stride
-                target = numba.carray(_pointer(target_table[layer] + offset * size, like), (width,))
+                source_offset = source_offsets[token] + head * source_head_strides[part]
+                source_address = source_table[part, layer] + source_offset * size
+                source = numba.carray(_pointer(source_address, like), (width,))
+                target_offset = target_offsets[token] + head * target_head_stride
+                target_address = target_table[layer] + target_offset * size
+                target = numba.carray(_pointer(target_address, like), (width,))
                 if not turned_lines[line]:
                     target[:] = source
                     continue
                 target[:band_start] = source[:band_start]
                 target[band_end:] = source[band_end:]
-                if interleaved:
+                if in_words:
+                    words = numba.carray(_pointer(source_address + band_start * size, like_words), (half,))
+                    out = numba.carray(_pointer(target_address + band_start * size, like_words), (half,))
+                    _turn_words(words, out, cosines[line], sines[line])
+                elif interleaved:
                     for pair in range(half):
                         x = _load(source[band_start + 2 * pair])
                         y = _load(source[band_start + 2 * pair + 1])
@@ -392,7 +416,9 @@ def move_on_cpu(sources: Sequence[Rows], target: Rows, turns: Turns | None, max_
         start,
         turns.facts.rotary_size // 2 if turns is not None else 0,
         turns is not None and turns.facts.interleaved,
+        turns is not None and turns.facts.interleaved and target.dtype == torch.bfloat16,
         np.empty(0, dtype=DTYPES[target.dtype]),
+        np.empty(0, dtype=np.uint32),
     )
     num_layers = len(target.layers)
     num_bytes = num_layers * len(target) * target.num_heads * target.width * target.dtype.itemsize

@@ -405,7 +405,7 @@ class RopewalkConnector(KVConnectorBase_V1):
         if self._layout is None:
             return load.start, UnsupportedLayout("the KV cache layout is not known")
         if self._loader is None:
-            self._loader = Loader(self._layout, self._open_stores)
+            self._loader = Loader(self._layout, self._open_stores())
         return self._loader.load(load)
 
     def _open_stores(self) -> OpenStores:
@@ -449,8 +449,6 @@ class RopewalkConnector(KVConnectorBase_V1):
         """Save what waits, if that takes no longer than a moment."""
         if self._saver is not None:
             self._saver.close()
-        if self._loader is not None:
-            self._loader.close()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: loads are done before the forward pass."""

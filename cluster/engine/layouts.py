@@ -53,15 +53,8 @@ class KvLayout(Protocol):
     def fence(self) -> AbstractContextManager[None]:
         """Mark, in the engine's thread, what is written by now; within it, another thread gathers no less."""
 
-    def scatter(self, parts: Sequence[StoredRows], max_threads: int | None = None) -> None:
-        """Write rows to their slots, keys turned. Mutates the engine's cache.
-
-        On CPUs `max_threads` bounds the threads that share the work; None: as many as torch has.
-        """
-
-    @property
-    def is_on_cpu(self) -> bool:
-        """Whether the cache is in the process's own memory."""
+    def scatter(self, parts: Sequence[StoredRows]) -> None:
+        """Write rows to their slots, keys turned. Mutates the engine's cache."""
 
 
 class StandardLayout:
@@ -99,16 +92,11 @@ class StandardLayout:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types here
         return _behind(torch.cuda.current_stream(device).record_event(), self._stream)
 
-    def scatter(self, parts: Sequence[StoredRows], max_threads: int | None = None) -> None:
+    def scatter(self, parts: Sequence[StoredRows]) -> None:
         device = self._caches[0].device
         turns = turns_of(parts, self._rotary, self._band_start)
         sources = [dense_rows(part.rows.to(device)) for part in parts]
-        target = paged_rows(self._caches, torch.cat([part.slots for part in parts]))
-        move(sources, target, turns, max_threads=max_threads)
-
-    @property
-    def is_on_cpu(self) -> bool:
-        return self._caches[0].device.type == "cpu"
+        move(sources, paged_rows(self._caches, torch.cat([part.slots for part in parts])), turns)
 
 
 class CpuAttentionLayout:
@@ -138,15 +126,11 @@ class CpuAttentionLayout:
     def fence(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()  # a step returns when everything is written
 
-    @property
-    def is_on_cpu(self) -> bool:
-        return True
-
-    def scatter(self, parts: Sequence[StoredRows], max_threads: int | None = None) -> None:
+    def scatter(self, parts: Sequence[StoredRows]) -> None:
         slots = torch.cat([part.slots for part in parts])
         turns = turns_of(parts, self._rotary, 0)
         rows = [dense_rows(part.rows) for part in parts]
-        move_packed(self._caches, slots, self._places, rows, turns, to_packed=True, max_threads=max_threads)
+        move_packed(self._caches, slots, self._places, rows, turns, to_packed=True)
 
     def _find_places(self) -> torch.Tensor:
         """Return where in a packed block `[B * C]` each number of each slot lies, `[B, C]` int32."""

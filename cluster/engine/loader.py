@@ -1,15 +1,13 @@
 """Takes planned chunks out of the store, verifies them, and moves their rows into the paged cache: the worker's share.
 
-On CPUs two threads share the chunks. Each reads one into its own buffer and moves it on from there, while it lies in
-the core's cache; memory for two chunks is all that takes. On a GPU the rows of all chunks are moved in one launch.
+Chunks in memory are mapped, not copied. Rows of many are moved in one call, which shares them out among threads of
+compiled code, or is one launch on a GPU. (Threads that read chunks would wait for Python's lock most of the time.)
 """
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,11 +16,10 @@ import torch
 from ropewalk.cluster.engine.layouts import KvLayout, StoredRows, UnsupportedLayout
 from ropewalk.cluster.engine.saves import Slots
 from ropewalk.cluster.engine.stores import OpenStores, Place
-from ropewalk.cluster.store.chunk import Buffer, ChunkCorrupt
+from ropewalk.cluster.store.chunk import ChunkCorrupt
 from ropewalk.kernels.keys import Tokens
-
-MAX_THREADS = 2
-"""More gain little: memory is the limit."""
+BATCH_BYTES = 64 << 20
+"""Rows are moved from so many bytes on: chunks from the disk, and those on their way to a GPU, take memory."""
 
 
 @dataclass(slots=True)
@@ -53,74 +50,51 @@ class Load:
 
 
 class Loader:
-    """`open_stores` makes the stores of one thread; `layout` moves the rows."""
+    """`stores` are of the engine's thread; `layout` moves the rows."""
 
-    def __init__(self, layout: KvLayout, open_stores: Callable[[], OpenStores]) -> None:
+    def __init__(self, layout: KvLayout, stores: OpenStores) -> None:
         self._layout = layout
-        self._open_stores = open_stores
-        self._local = threading.local()
-        self._all_stores: list[OpenStores] = []
-        self._threads: ThreadPoolExecutor | None = None
-        if layout.is_on_cpu:
-            num_threads = max(min(torch.get_num_threads(), MAX_THREADS), 1)
-            self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="ropewalk-loader")
+        self._stores = stores
 
     def load(self, load: Load) -> tuple[int, Exception | None]:
         """Take as many parts as can be had, in order. Mutates the engine's cache.
 
         Returns the position up to which it holds what was planned, and why not further. Nothing is raised: an engine
-        that dies of one chunk loses everybody's requests. Slots behind that position may hold rows too.
+        that dies of one chunk loses everybody's requests.
         """
-        failures: list[Exception | None]
-        if self._threads is not None:
-            failures = list(self._threads.map(lambda part: self._move(load.place, part), load.parts))
-        else:
-            failures = self._move_together(load)
-        position = load.start
-        for part, failure in zip(load.parts, failures, strict=True):
-            if failure is not None:
-                return position, failure
-            position += len(part.tokens)
-        return position, None
+        position, failure = load.start, None
+        parts = iter(load.parts)
+        while failure is None:
+            batch, failure = self._read_batch(load.place, parts)
+            if not batch:
+                break
+            try:
+                self._layout.scatter(batch)
+            except Exception as error:
+                return position, error
+            position += sum(len(rows.slots) for rows in batch)
+        return position, failure
 
     def take_counters(self) -> Counter[str]:
         """Return what the stores have counted since the last call."""
-        counters: Counter[str] = Counter()
-        for stores in self._all_stores:
-            counters.update(stores.take_counters())
-        return counters
+        return self._stores.take_counters()
 
-    def close(self) -> None:
-        """End the threads."""
-        if self._threads is not None:
-            self._threads.shutdown()
-
-    def _move(self, place: Place, part: LoadPart) -> Exception | None:
+    def _read_batch(self, place: Place, parts: Iterator[LoadPart]) -> tuple[list[StoredRows], Exception | None]:
+        """Read the next parts, as many as make a batch; fewer when one cannot be had, and why it cannot."""
+        batch: list[StoredRows] = []
+        num_bytes = 0
         try:
-            self._layout.scatter([self._read(place, part, self._buffer())], max_threads=1)
+            for part in parts:
+                batch.append(self._read(place, part))
+                num_bytes += batch[-1].rows.nbytes
+                if num_bytes >= BATCH_BYTES:
+                    break
         except Exception as error:
-            return error
-        return None
+            return batch, error
+        return batch, None
 
-    def _move_together(self, load: Load) -> list[Exception | None]:
-        found: list[StoredRows] = []
-        failures: list[Exception | None] = []
-        for part in load.parts:
-            try:
-                found.append(self._read(load.place, part, None))
-            except Exception as error:
-                failures.append(error)
-                break
-            failures.append(None)
-        try:
-            if found:
-                self._layout.scatter(found)
-        except Exception as error:
-            failures = [error]
-        return failures + [failures[-1]] * (len(load.parts) - len(failures))
-
-    def _read(self, place: Place, part: LoadPart, buffer: Buffer | None) -> StoredRows:
-        header, rows = self._stores().get(place).read(part.chunk, buffer)
+    def _read(self, place: Place, part: LoadPart) -> StoredRows:
+        header, rows = self._stores.get(place).read(part.chunk)
         end = part.offset + len(part.tokens)
         # A key is only a candidate: the token ids decide.
         if not np.array_equal(header.tokens[part.offset : end], part.tokens):
@@ -129,19 +103,6 @@ class Loader:
         if part.source is not None and header.start != part.source:
             raise StartDiffers(f"chunk {part.chunk} begins at {header.start}, planned as {part.source}")
         return StoredRows(torch.from_numpy(part.slots), rows[:, part.offset : end], part.turn)
-
-    def _stores(self) -> OpenStores:
-        if not hasattr(self._local, "stores"):
-            self._local.stores = self._open_stores()
-            self._all_stores.append(self._local.stores)
-        stores: OpenStores = self._local.stores
-        return stores
-
-    def _buffer(self) -> Buffer:
-        if not hasattr(self._local, "buffer"):
-            self._local.buffer = Buffer()
-        buffer: Buffer = self._local.buffer
-        return buffer
 
 
 class TokensDiffer(Exception):

@@ -235,25 +235,7 @@ def read_chunk(path: Path) -> tuple[ChunkHeader, torch.Tensor]:
     return parse_chunk(memory, path.name)
 
 
-class Buffer:
-    """Memory that one file after the other is read into: what is read often enough lies in the core's cache."""
-
-    def __init__(self) -> None:
-        self._memory = bytearray()
-
-    def read(self, path: Path) -> memoryview:
-        """Return the bytes of a file; they are overwritten by the next one's. Raises `OSError`."""
-        with open(path, "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            if len(self._memory) < size:
-                self._memory = bytearray(size)
-            view, length = memoryview(self._memory)[:size], 0
-            while length < size and (count := file.readinto(view[length:])):
-                length += count
-        return view[:length]
-
-
-def parse_chunk(memory: mmap.mmap | bytearray | memoryview, name: str) -> tuple[ChunkHeader, torch.Tensor]:
+def parse_chunk(memory: mmap.mmap | bytearray, name: str) -> tuple[ChunkHeader, torch.Tensor]:
     """Verify a whole chunk file in memory; rows are a view of it. Raises `ChunkCorrupt`, which calls it `name`.
 
     The library's own reader takes four times as long and opens the file twice.
@@ -280,7 +262,7 @@ def _damaged(name: str) -> Iterator[None]:
         raise ChunkCorrupt(f"{name}: {type(error).__name__}: {error}", Damage.UNREADABLE) from error
 
 
-def _json_length(prefix: bytes | bytearray | memoryview, size: int, name: str) -> int:
+def _json_length(prefix: bytes | bytearray, size: int, name: str) -> int:
     """Return the length of the JSON behind the first 8 bytes of a file of `size` bytes."""
     length = int.from_bytes(prefix, "little")
     if not 0 < length <= MAX_HEADER_BYTES:
@@ -290,9 +272,9 @@ def _json_length(prefix: bytes | bytearray | memoryview, size: int, name: str) -
     return length
 
 
-def _entries(text: bytes | bytearray | memoryview, num_bytes: int, name: str) -> dict[str, Any]:
+def _entries(text: bytes | bytearray, num_bytes: int, name: str) -> dict[str, Any]:
     """Read the JSON of a file that has `num_bytes` of data behind it."""
-    entries: dict[str, Any] = json.loads(bytes(text))
+    entries: dict[str, Any] = json.loads(text)
     found = entries["__metadata__"].get("format")
     if found != FORMAT:
         raise ChunkCorrupt(f"{name}: format is {found!r}, should be {FORMAT!r}", Damage.FORMAT)
@@ -320,7 +302,7 @@ def _header(metadata: Mapping[str, str], tokens: torch.Tensor, name: str) -> Chu
     return header
 
 
-def _tensor(memory: mmap.mmap | bytearray | memoryview, begin: int, entry: Mapping[str, Any]) -> torch.Tensor:
+def _tensor(memory: mmap.mmap | bytearray, begin: int, entry: Mapping[str, Any]) -> torch.Tensor:
     """View a tensor in a safetensors file, whose data begins at byte `begin` of `memory`."""
     first, last = entry["data_offsets"]
     dtype, shape = _DTYPES[entry["dtype"]], [int(size) for size in entry["shape"]]

@@ -32,7 +32,6 @@ import torch
 import xxhash
 
 from ropewalk.cluster.store.chunk import (
-    Buffer,
     ChunkCorrupt,
     ChunkHeader,
     Damage,
@@ -131,16 +130,15 @@ class NodeStore:
         """Return the chunks that hold, at an anchor, what has this head key: memory before disk, newest first."""
         return self._listed("anchors", head)[:MAX_VERSIONS]
 
-    def read(self, chain: str, buffer: Buffer | None = None) -> tuple[ChunkHeader, torch.Tensor]:
+    def read(self, chain: str) -> tuple[ChunkHeader, torch.Tensor]:
         """Read, verify and mark as used: header and rows `[L, n, ...]`, not to be written to.
 
-        With a `buffer`, rows are a view of it, until something else is read into it; else files in memory are mapped.
         Raises `FileNotFoundError` when it is gone and `ChunkCorrupt` when it was damaged (it is quarantined then).
         """
         failure: Exception = FileNotFoundError(f"there is no chunk {chain}")
         for folder in self._folders:
             try:
-                header, rows, data = self._read(folder, chain, buffer)
+                header, rows, data = self._read(folder, chain)
             except FileNotFoundError:
                 continue
             except ChunkCorrupt as error:
@@ -229,13 +227,11 @@ class NodeStore:
 
     # Internals
 
-    def _read(
-        self, folder: ChunkFolder, chain: str, buffer: Buffer | None
-    ) -> tuple[ChunkHeader, torch.Tensor, bytearray | None]:
+    def _read(self, folder: ChunkFolder, chain: str) -> tuple[ChunkHeader, torch.Tensor, bytearray | None]:
         """Read a whole chunk of a tier and verify it; with the file's bytes when they were copied."""
         path, data = folder.path(chain), None
         if folder is self._folders[0]:
-            header, rows = read_chunk(path) if buffer is None else parse_chunk(buffer.read(path), chain)
+            header, rows = read_chunk(path)
         else:
             # Not mapped: a disk that fails when a page is read again would kill the process.
             data = bytearray(path.read_bytes())
