@@ -1,15 +1,20 @@
 """What a stage costs, learned online: the shortest run of cached tokens that is worth one.
 
-A prompt's first token takes about `overhead + per_token * n + per_stage * s + per_cached * m` seconds, for `n` computed
-tokens, `s` stages and `m` cached tokens, which are loaded and attended to. A run from the store saves the difference of
-`per_token` and `per_cached` for each of its tokens and costs a stage, so it pays from
-`per_stage / (per_token - per_cached)` tokens on. (Without the last term, the time that long runs take to load would
-pass for the cost of a stage, and the more is reused, the less would seem worth it.)
+A prompt's first token takes about
+
+    overhead + per_token * n + per_stage * s + per_cached * m + per_pair * n * (m + n / 2)    seconds
+
+for `n` computed tokens, `s` stages and `m` cached tokens, which are loaded; computed tokens attend to all before them.
+A run from the store saves at least the difference of `per_token` and `per_cached` for each of its tokens and costs a
+stage, so it pays from `per_stage / (per_token - per_cached)` tokens on. (Without the last two terms, the time that long
+runs take to load, or that attention to them takes, would pass for the cost of a stage: the more is reused, the less
+would seem worth it.)
 """
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 DECAY = 0.97
 """Weight of an observation after the next one: the last thirty or so count, so that a change of load is followed."""
@@ -17,9 +22,16 @@ DECAY = 0.97
 MIN_SPREAD = 48.0
 """Standard deviation in tokens below which lines cannot be told apart: what was learned before stays."""
 
-NO_EVIDENCE = 100.0
-"""Weight, in tokens, of taking cached tokens for free: less than any prompt that has some, so that it only decides
-where there were none, and not enough to blame a stage for what its cached tokens take."""
+ASSUMED_WEIGHT = 0.3
+"""Of the assumption about a stage, where an observation has 1: little once prompts with and without stages were seen,
+but enough to decide when all reuse alike, so that only the sum of some costs shows.
+"""
+
+FREE_CACHED, FREE_PAIRS = 1_000.0, 200_000.0
+"""Weight, in tokens and pairs, of taking loads and attention for free: less than long prompts have."""
+
+OUTLIER = 2.0
+"""An observation counts as at most so many times what was expected, and at least one such part."""
 
 LEAST_RUN, LONGEST_RUN = 32, 1024
 """Bounds in tokens of what is learned: below the first no chunk is found by its head; beyond the second the machine is
@@ -27,36 +39,72 @@ too busy for the measurement to mean anything."""
 
 
 class StageCost:
-    """Least squares over exponentially weighted observations.
+    """Least squares of relative errors over exponentially weighted observations.
 
-    What a stage costs shows only where there were some. Until then, and as one observation among the others later on,
+    What a stage costs shows only where there were some. Until then, and as some observations among the others later on,
     it is taken to be what `initial_run` tokens cost; `None`: as much as a request, for stages that run one by one.
     """
 
     def __init__(self, initial_run: int | None) -> None:
-        self._initial_run = initial_run
         self._run = float(initial_run or 2 * LEAST_RUN)
-        self._products = np.zeros((5, 5))  # of (1, n, s, m, seconds) with itself
-        self.overhead_s = self.per_token_s = self.per_stage_s = self.per_cached_s = 0.0
+        assumed = [-1.0, 0.0, 1.0, 0.0, 0.0] if initial_run is None else [0.0, -float(initial_run), 1.0, 0.0, 0.0]
+        self._assumed = ASSUMED_WEIGHT * np.outer(assumed, assumed) + np.diag([0, 0, 0, FREE_CACHED**2, FREE_PAIRS**2])
+        self._products = np.zeros((6, 6))  # of (1, n, s, m, pairs, seconds) with itself, over seconds squared
+        self._costs: npt.NDArray[np.float64] = np.zeros(5)
+
+    @property
+    def overhead_s(self) -> float:
+        """Seconds that every prompt takes."""
+        return float(self._costs[0])
+
+    @property
+    def per_token_s(self) -> float:
+        """Seconds that a computed token takes, without attention."""
+        return float(self._costs[1])
+
+    @property
+    def per_stage_s(self) -> float:
+        """Seconds that a stage takes."""
+        return float(self._costs[2])
+
+    @property
+    def per_cached_s(self) -> float:
+        """Seconds that a cached token takes to load."""
+        return float(self._costs[3])
 
     def observe(self, num_tokens: int, num_stages: int, num_cached: int, seconds: float) -> None:
         """Take in one prompt: computed tokens, stages, cached tokens, seconds until its first token."""
-        row = np.array([1.0, num_tokens, num_stages, num_cached, seconds])
+        pairs = num_tokens * (num_cached + num_tokens / 2)
+        row = np.array([1.0, num_tokens, num_stages, num_cached, pairs, max(seconds, 1e-6)])
+        expected = float(row[:5] @ self._costs)
+        if expected > 0:
+            row[5] = min(max(row[5], expected / OUTLIER), expected * OUTLIER)
+        row /= row[5]
         self._products = DECAY * self._products + np.outer(row, row)
-        weight, sum_n = self._products[0, 0], self._products[0, 1]
-        if self._products[1, 1] / weight - (sum_n / weight) ** 2 < MIN_SPREAD**2:
+        weight, sum_n, sum_squares = self._products[0, 0], self._products[0, 1], self._products[1, 1]
+        if sum_squares / weight - (sum_n / weight) ** 2 < MIN_SPREAD**2:
             return
-        assumed = [-1.0, 0.0, 1.0, 0.0] if self._initial_run is None else [0.0, -float(self._initial_run), 1.0, 0.0]
-        normal = self._products[:4, :4] + np.outer(assumed, assumed)
-        normal[3, 3] += NO_EVIDENCE**2
-        solved = np.linalg.lstsq(normal, self._products[:4, 4], rcond=None)[0].tolist()
-        _, per_token, per_stage, per_cached = solved
+        costs = self._solve(self._short_s or seconds)
+        per_token, per_stage, per_cached = costs[1:4].tolist()
         if per_token <= max(per_cached, 0.0):  # noise: a longer prefill is not faster, nor is computing than loading
             return
-        self.overhead_s, self.per_token_s, self.per_stage_s, self.per_cached_s = solved
+        self._costs = costs
         self._run = min(max(per_stage / (per_token - max(per_cached, 0.0)), LEAST_RUN), LONGEST_RUN)
 
     @property
     def min_run(self) -> int:
         """Shortest run, in tokens, that is worth a stage."""
         return round(self._run)
+
+    @property
+    def _short_s(self) -> float:
+        """Seconds of the shortest prompt that something is reused of."""
+        return max(self.overhead_s + LEAST_RUN * self.per_token_s, 0.0)
+
+    def _solve(self, short_s: float) -> npt.NDArray[np.float64]:
+        """The costs that fit best; what is assumed is as uncertain as the time of a prompt of `short_s` seconds."""
+        normal = self._products[:5, :5] + self._assumed / max(short_s, 1e-6) ** 2
+        scale = 1 / np.sqrt(np.diag(normal))  # pairs are some ten million times as many as stages
+        solved = np.linalg.lstsq(normal * np.outer(scale, scale), self._products[:5, 5] * scale, rcond=None)[0]
+        costs: npt.NDArray[np.float64] = solved * scale
+        return costs

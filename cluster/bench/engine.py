@@ -69,7 +69,8 @@ class Engine:
             # vLLM would bind every engine's threads to the same cores.
             os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
             os.environ["OMP_NUM_THREADS"] = str(min(os.cpu_count() or 2, 16))
-        os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self.num_preemptions = 0
@@ -109,6 +110,7 @@ class Engine:
             "block_size": BLOCK_SIZE,
             "enable_prefix_caching": True,
             "max_logprobs": -1,
+            "use_tqdm_on_load": False,
         }
         if is_cpu_build():
             arguments["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"

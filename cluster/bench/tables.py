@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -39,17 +40,18 @@ def _print_lengths(console: Console, model: str, entries: Sequence[Mapping[str, 
 
 def _print_arms(console: Console, model: str, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
     table = _table(
-        f"{model}: against full prefill",
+        f"{model}: against full prefill (KL of the first and the next tokens, shares of first tokens that are the same,"
+        " of answers that are right, and that are the same; k: first tokens of a run that are computed)",
         "body",
         "arm",
-        "prompts",
-        "recovered",
-        "KL first",
+        "n",
+        "reused",
+        "KL 1",
         "KL next",
-        "argmax same",
-        "answers right",
-        "answers same",
-        "perplexity",
+        "tok. 1",
+        "right",
+        "same",
+        "perpl.",
     )
     for label, arms in rows:
         for arm, entry in arms.items():
@@ -57,14 +59,14 @@ def _print_arms(console: Console, model: str, rows: Sequence[tuple[str, Mapping[
             num_greedy = greedy["same"] + greedy["divergence_position"]["count"]
             table.add_row(
                 label if arm == "full" else "",
-                arm,
+                arm.replace("boundary-", "k = "),
                 str(entry["kl_first"]["count"]),
                 number(entry["recovered_share"]["mean"], ".0%"),
-                number(entry["kl_first"]["mean"], ".2g"),
-                number(entry["kl_next"]["mean"], ".2g"),
-                share_text(entry["argmax_match"]),
-                share_text(entry["recall"]),
-                f"{greedy['same']}/{num_greedy}",
+                number(entry["kl_first"]["mean"], ".1e"),
+                number(entry["kl_next"]["mean"], ".1e"),
+                number(entry["argmax_match"]["share"], ".2f"),
+                number(entry["recall"]["share"], ".2f"),
+                number(greedy["same"] / num_greedy if num_greedy else None, ".2f"),
                 number(entry["perplexity"], ".2f"),
             )
         table.add_section()
@@ -72,9 +74,12 @@ def _print_arms(console: Console, model: str, rows: Sequence[tuple[str, Mapping[
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
+    # Ten columns have to find room in 80 characters.
+    padding = (0, 0) if len(columns) > 6 else (0, 1, 0, 0)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=padding, pad_edge=False)
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index < 1 or column == "arm" else "right")
+        is_label = index < 1 or column == "arm"
+        table.add_column(column, justify="left" if is_label else "right", no_wrap=True)
     return table
 
 

@@ -18,6 +18,7 @@ from ropewalk.cluster.engine.saves import Slots
 from ropewalk.cluster.engine.stores import OpenStores, Place
 from ropewalk.cluster.store.chunk import ChunkCorrupt
 from ropewalk.kernels.keys import Tokens
+
 BATCH_BYTES = 64 << 20
 """Rows are moved from so many bytes on: chunks from the disk, and those on their way to a GPU, take memory."""
 

