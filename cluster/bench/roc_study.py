@@ -11,6 +11,7 @@ pairs (two blocks, one position) by cosine.
 
 from __future__ import annotations
 
+import os
 import random
 import tempfile
 import time
@@ -41,7 +42,8 @@ TOGETHER = 5 * GROUP
 STORE_BYTES = 1 << 29
 """Budget of the temporary store: rows are read as soon as they are stored."""
 
-SAVE_TIMEOUT_S = 60
+ATTEMPTS = 3
+"""Times that a prompt is asked again, alone, when its KV was not stored."""
 
 
 class NotMeasurable(Exception):
@@ -62,7 +64,9 @@ def measure(model: str, study: Study, tell: Callable[[str], None] = lambda text:
         num_blocks=study.blocks,
         block_tokens=study.block_tokens,
     )
-    with tempfile.TemporaryDirectory(prefix="ropewalk-roc-") as root:
+    # In memory, where there is room: on a disk, an engine that saves much at once gives some of it up.
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="ropewalk-bench-roc-", dir=memory) as root:
         engine = Engine(
             model,
             store_root=Path(root),
@@ -159,10 +163,23 @@ def _groups(engine: Engine, reader: _Reader, material: Material, positions: Sequ
                 filler = material.fillers[(number + place) % len(material.fillers)]
                 prompts.append((*filler[:position], *block, *filler[:HEAD_LENGTH]))
             engine.ask_together(prompts, max_tokens=1)
+            engine.settle()
             ends = position, position + len(blocks[0])
-            at_positions.append([reader.rows(as_tokens(prompt), *ends) for prompt in prompts])
+            at_positions.append([_rows(engine, reader, prompt, *ends) for prompt in prompts])
         for first in range(0, len(blocks), GROUP):
             yield torch.stack([torch.stack(rows[first : first + GROUP]) for rows in at_positions], dim=1)
+
+
+def _rows(engine: Engine, reader: _Reader, prompt: tuple[int, ...], start: int, end: int) -> torch.Tensor:
+    """Rows of positions `[start, end)` of a prompt that was answered, `[L, end - start, H, C]`."""
+    tokens = as_tokens(prompt)
+    for _ in range(ATTEMPTS):
+        if reader.missing(tokens, start, end) is None:
+            return reader.rows(tokens, start, end)
+        # An engine drops what it has no time or room to save. Asked alone, it saves what is not stored yet.
+        engine.ask(prompt, max_tokens=1)
+        engine.settle()
+    raise NotMeasurable(f"{reader.missing(tokens, start, end)} ({engine.client.status()['counters']})")
 
 
 class _Reader:
@@ -178,24 +195,27 @@ class _Reader:
         self.is_mla: bool = facts.is_mla
         self._store = NodeStore(engine.store_root, f"{status['fingerprint']}-r0", "default", STORE_BYTES)
 
+    def missing(self, tokens: Tokens, start: int, end: int) -> str | None:
+        """Say which of the positions `[start, end)` of a prompt are not stored; None if all are."""
+        for piece in self._pieces(tokens, start, end):
+            if not self._store.contains(piece.chain):
+                return f"the engine stored no KV of positions {piece.start} to {piece.end}"
+        return None
+
     def rows(self, tokens: Tokens, start: int, end: int) -> torch.Tensor:
-        """Return the rows of positions `[start, end)` of a prompt that was just answered, `[L, end - start, H, C]`."""
+        """Return the stored rows of positions `[start, end)` of a prompt, `[L, end - start, H, C]`."""
         parts = []
-        for piece in pieces(tokens, "default", ChunkSizes(), ()):
-            first, last = max(piece.start, start), min(piece.end, end)
-            if first < last:
-                parts.append(self._read(piece, tokens)[:, first - piece.start : last - piece.start])
+        for piece in self._pieces(tokens, start, end):
+            header, rows = self._store.read(piece.chain)
+            # A name is only a candidate: the token ids and the place decide.
+            assert header.start == piece.start
+            assert np.array_equal(header.tokens, tokens[piece.start : piece.end])
+            parts.append(rows[:, max(start - piece.start, 0) : end - piece.start])
         return torch.cat(parts, dim=1)
 
-    def _read(self, piece: Piece, tokens: Tokens) -> torch.Tensor:
-        # An answer leaves the engine one step before its KV is stored.
-        deadline = time.monotonic() + SAVE_TIMEOUT_S
-        while not self._store.contains(piece.chain):
-            if time.monotonic() > deadline:
-                raise NotMeasurable(f"the engine stored no KV of positions {piece.start} to {piece.end}")
-            time.sleep(0.002)  # another process stores it: there is no event
-        header, rows = self._store.read(piece.chain)
-        # A name is only a candidate: the token ids and the place decide.
-        assert header.start == piece.start
-        assert np.array_equal(header.tokens, tokens[piece.start : piece.end])
-        return rows
+    def _pieces(self, tokens: Tokens, start: int, end: int) -> list[Piece]:
+        return [
+            piece
+            for piece in pieces(tokens, "default", ChunkSizes(), ())
+            if max(piece.start, start) < min(piece.end, end)
+        ]
