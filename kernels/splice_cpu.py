@@ -347,9 +347,16 @@ def move_packed(
 
     `caches` holds one `[N, H, B, C]` a layer, contiguous. Number `c` of slot `b` lies at element `places[b, c]` of a
     block's `B * C` (of one head). `plain` are the rows for `slots`, one after the other. Keys, the first numbers of a
-    row, are turned on the way in. At most `max_threads` share the work; None: as many as torch has.
+    row, are turned on the way in. At most `max_threads` share the work; None: as many as torch has. Raises `ValueError`
+    when rows, slots and caches do not fit together.
     """
     first = caches[0]
+    wanted = len(caches), first.shape[1], first.shape[3], first.dtype
+    for rows in plain:
+        if (found := (len(rows.layers), rows.num_heads, rows.width, rows.dtype)) != wanted:
+            raise ValueError(f"rows {found} do not fit caches {wanted} (layers, heads, numbers, dtype)")
+    if sum(map(len, plain)) != len(slots):
+        raise ValueError(f"{sum(map(len, plain))} rows for {len(slots)} slots")
     num_layers, block_size = len(caches), first.shape[2]
     blocks = slots.numpy() // block_size
     arguments = (

@@ -7,11 +7,14 @@ import json
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ropewalk.cluster.cli import UserError
 from ropewalk.cluster.models import EMBEDDED, ModelSourceError, resolve
+
+LENGTHS = (512, 1024, 2048, 4096, 6144)
 
 ROOM = 512
 """Tokens that a prompt may have beside its body, its answer included; patterns have as much again before it."""
@@ -30,7 +33,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--models", nargs="+", default=list(EMBEDDED), metavar="SOURCE", help="default: the embedded ones"
     )
-    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 2048, 4096], metavar="TOKENS")
+    parser.add_argument(
+        "--lengths",
+        nargs="+",
+        type=int,
+        metavar="TOKENS",
+        help=f"of bodies (default: {' '.join(map(str, LENGTHS))}, as far as the model has positions)",
+    )
     parser.add_argument(
         "--pattern-length", type=int, default=1536, metavar="TOKENS", help="body length of the patterns"
     )
@@ -52,25 +61,32 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     return parser
 
 
-def longest_prompt(args: argparse.Namespace) -> int:
+def longest_prompt(lengths: Sequence[int], pattern_length: int) -> int:
     """Tokens of the longest prompt, its answer included."""
-    return int(max([*args.lengths, args.pattern_length + ROOM])) + ROOM
+    return max(*lengths, pattern_length + ROOM) + ROOM
+
+
+def lengths_for(model: str, args: argparse.Namespace) -> list[int]:
+    """Return the body lengths for a model. Raises `UserError` when it is not there, or has too few positions."""
+    try:
+        config = Path(resolve(model)) / "config.json"
+    except ModelSourceError as error:
+        raise UserError(f"--models: {error}") from None
+    longest = json.loads(config.read_text()).get("max_position_embeddings") if config.is_file() else None
+    lengths = args.lengths or [
+        length for length in LENGTHS if longest is None or longest_prompt([length], args.pattern_length) <= longest
+    ]
+    needed = longest_prompt(lengths or [0], args.pattern_length)
+    if longest is not None and needed > longest:
+        raise UserError(f"--lengths: prompts of {needed} tokens do not fit {model} ({longest} positions)")
+    return list(lengths)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the study. Raises `UserError` for what cannot be run."""
-    if min([*args.lengths, args.pattern_length]) < 256:
+    if min([*(args.lengths or ()), args.pattern_length]) < 256:
         raise UserError("--lengths, --pattern-length: at least 256 tokens, or there is nothing to reuse")
-    for model in args.models:
-        try:
-            config = Path(resolve(model)) / "config.json"
-        except ModelSourceError as error:
-            raise UserError(f"--models: {error}") from None
-        longest = json.loads(config.read_text()).get("max_position_embeddings") if config.is_file() else None
-        if longest is not None and longest_prompt(args) > longest:
-            raise UserError(
-                f"--lengths: prompts of {longest_prompt(args)} tokens do not fit {model} ({longest} positions)"
-            )
+    lengths = {model: lengths_for(model, args) for model in args.models}
     from ropewalk.cluster.bench.reuse_study import machine, run_model
     from ropewalk.cluster.bench.tables import print_report
 
@@ -79,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     report: dict[str, Any] = {"machine": machine(), "seed": args.seed, "dtype": args.dtype, "min_run": args.min_run}
     report["models"] = {}
     for model in args.models:
-        report["models"][model] = run_model(model, args, longest_prompt(args))
+        report["models"][model] = run_model(model, args, lengths[model])
         if args.json:  # after each model: what was measured is not lost
             report["seconds"] = round(time.perf_counter() - start, 1)
             args.json.parent.mkdir(parents=True, exist_ok=True)

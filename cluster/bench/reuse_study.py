@@ -26,6 +26,7 @@ import numpy as np
 
 from ropewalk.cluster.bench.engine import BLOCK_SIZE, Answer, Engine
 from ropewalk.cluster.bench.patterns import PATTERNS, Case, applies
+from ropewalk.cluster.bench.reuse import longest_prompt
 from ropewalk.cluster.bench.statistics import divergence, share, spread
 from ropewalk.cluster.bench.tasks import Question, Section, Task, TextTask, task_of
 from ropewalk.cluster.cli import UserError
@@ -40,6 +41,9 @@ ARMS: dict[str, dict[str, Any]] = {
 SOURCE_HEADER = 160
 HEADERS = (32, 96, 128, 224)
 """Lengths of headers in tokens: a body is computed behind one of the first length, asked for behind the others."""
+
+LONG = 4096
+"""Bodies of more tokens take so long that fewer documents have to do."""
 
 GSM8K_TOKENS = 80
 
@@ -134,7 +138,7 @@ class Study:
     def lengths(self, length: int, counts: Counts) -> dict[str, Any]:
         """Measure a body of `length` tokens behind changed headers."""
         arms = {name: Tally() for name in ("full", *ARMS)}
-        for _ in range(counts.documents):
+        for _ in range(counts.documents if length <= LONG else max(counts.documents // 4, 1)):
             (body,) = self.task.sections(self._rng, [length])
             self._compute([[*self.task.header(self._rng, SOURCE_HEADER), *body.tokens, *body.questions[0].tokens]])
             asked = []
@@ -280,12 +284,13 @@ class _Timed:
         }
 
 
-def run_model(model: str, args: argparse.Namespace, longest_prompt: int) -> dict[str, Any]:
+def run_model(model: str, args: argparse.Namespace, lengths: Sequence[int]) -> dict[str, Any]:
     counts = (FULL if args.full else QUICK)[model == RECALL_MLA]
-    with engines(model, args.min_run, max_model_len=longest_prompt, dtype=args.dtype) as (plain, ours):
+    longest = longest_prompt(lengths, args.pattern_length)
+    with engines(model, args.min_run, max_model_len=longest, dtype=args.dtype) as (plain, ours):
         study = Study(model, plain, ours, task_of(model), args.seed)
         found: dict[str, Any] = {"turn_error": ours.client.status()["turn_error"], "lengths": [], "patterns": []}
-        for length in args.lengths if "lengths" not in args.skip else ():
+        for length in lengths if "lengths" not in args.skip else ():
             note(f"{model}: bodies of {length} tokens")
             found["lengths"].append(study.lengths(length, counts))
         for name in PATTERNS if "patterns" not in args.skip else ():

@@ -422,7 +422,11 @@ class RopewalkConnector(KVConnectorBase_V1):
             return
         for save in metadata.stage_saves:
             for part in save.parts:
-                self._worker_counters.update(save_part(self._stores.get(save.place), self._layout, part))
+                try:
+                    self._worker_counters.update(save_part(self._stores.get(save.place), self._layout, part))
+                except Exception:  # a miss later on; the engine goes on
+                    logger.exception("Not saving a chunk of request %s", save.request_id)
+                    self._worker_counters["save_failed"] += 1
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Tell which finished requests' blocks are no longer needed."""
@@ -457,6 +461,10 @@ class RopewalkConnector(KVConnectorBase_V1):
         """Nothing to do: rows of all layers are saved together, after the forward pass."""
 
     # Both
+
+    def reset_cache(self) -> bool:
+        """Say that the store was not emptied: it outlives an engine, and new weights need a new engine."""
+        return False
 
     @property
     def requires_kv_delivery(self) -> bool:

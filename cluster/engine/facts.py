@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,10 @@ def _refusal(vllm_config: Any, config: dict[str, Any]) -> str | None:
 
 
 def _fingerprint(vllm_config: Any) -> str:
-    """Hash what decides the KV's bytes: weights, architecture, dtypes, parallel layout, file format."""
+    """Hash what decides the KV's bytes: weights, architecture, dtypes, attention's form, parallel layout, file format.
+
+    And the maximum length, for LongRoPE's choice of frequencies and Llama 4's attention scaling depend on it.
+    """
     model = vllm_config.model_config
     config = {k: v for k, v in model.hf_text_config.to_dict().items() if k not in ("_name_or_path", "name_or_path")}
     parts = [
@@ -82,6 +86,9 @@ def _fingerprint(vllm_config: Any) -> str:
         str(vllm_config.cache_config.cache_dtype),
         str(model.quantization),
         f"tp{vllm_config.parallel_config.tensor_parallel_size}",
+        f"mla{model.use_mla}",
+        f"length{model.max_model_len}" if re.search("longrope|llama4", json.dumps(config, default=str)) else "",
+        f"weights{vllm_config.load_config.load_format}",  # `dummy` ones are random
         _weights_id(model.model, model.revision),
     ]
     return xxhash.xxh3_128_hexdigest("\n".join(parts).encode())

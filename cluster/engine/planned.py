@@ -439,7 +439,7 @@ class PlannedEngine:
                 await self._run_stage(prompt, length, Plan(length, 0, (), (), ()), settings, store.tenant, {})
                 whole = make_plan(as_tokens([*tokens, 0]), store.tenant, store, self._planner, reuse=False)
                 parts = [store.read(segment.chunk)[1] for segment in whole.segments if segment.start < length]
-        except (FileNotFoundError, ChunkCorrupt) as error:
+        except (OSError, ChunkCorrupt) as error:
             return f"the turn probe's KV could not be read back ({error})"
         rows = torch.cat(parts, dim=1) if parts else torch.empty(0, 0, 1, 1)
         if rows.shape[1] < length or not len(rows):

@@ -112,7 +112,10 @@ class SaveQueue:
             return True
         if piece.domain == Domain.EXACT:
             return False
-        return bool(store.by_content(content_key(place[1], tokens[piece.start : piece.end])))
+        try:
+            return bool(store.by_content(content_key(place[1], tokens[piece.start : piece.end])))
+        except OSError:  # the store has counted it; in this place it would end the engine
+            return False
 
     def _parts(self, place: Place, own: list[Piece], tokens: Tokens, block_ids: list[int]) -> list[SavePart]:
         return [

@@ -21,6 +21,7 @@ Everything here tolerates files that vanish at any moment, the whole root includ
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 from collections import Counter, OrderedDict
@@ -42,7 +43,7 @@ from ropewalk.cluster.store.chunk import (
     write_bytes,
     write_chunk,
 )
-from ropewalk.cluster.store.folder import KINDS, MAX_HEADS, MAX_VERSIONS, ChunkFolder
+from ropewalk.cluster.store.folder import KINDS, MAX_HEADS, MAX_VERSIONS, SUPERSEDED, ChunkFolder
 from ropewalk.cluster.store.tier import StoreUsage, Tier, io_reason
 from ropewalk.kernels.keys import HEAD_LENGTH, head_key
 
@@ -147,10 +148,14 @@ class NodeStore:
                 continue
             except OSError as error:
                 self._count_unreadable(folder)
+                if error.errno == errno.EIO:  # it will not get better, and nothing would be stored in its place
+                    self._quarantine(folder, chain, Damage.UNREADABLE)
                 failure = error
                 continue
             with contextlib.suppress(OSError):
-                os.utime(folder.path(chain))
+                # One that a longer one replaces is still the first to go.
+                if (path := folder.path(chain)).stat().st_mtime != SUPERSEDED:
+                    os.utime(path)
             self.counters["reads"] += 1
             if data is not None:
                 self._promote(header, data)
@@ -175,6 +180,7 @@ class NodeStore:
             self._memory.wrote(write_chunk(self._folders[0].path(header.chain), header, rows))
             self._mark(header)
         except OSError as error:
+            self._folders[0].delete(header.chain)  # without its markers it would never be found, nor stored again
             self.counters["put_failed"] += 1
             self.counters[f"put_failed_{io_reason(error)}"] += 1
             return False

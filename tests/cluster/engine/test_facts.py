@@ -32,7 +32,9 @@ def vllm_config(weights: Path, hf: dict[str, Any] = LLAMA, **changes: Any) -> An
             quantization=None,
             model=str(weights),
             revision=None,
+            max_model_len=2048,
         ),
+        load_config=SimpleNamespace(load_format="auto"),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1, pipeline_parallel_size=1, decode_context_parallel_size=1
@@ -117,3 +119,17 @@ def test_other_weights_do_not_share_kv(weights, position):
     data[position] ^= 1
     (weights / "model.safetensors").write_bytes(data)
     assert engine_facts(vllm_config(weights)).fingerprint != before
+
+
+@pytest.mark.parametrize("changes", [{"load_config__load_format": "dummy"}, {"model_config__use_mla": True}])
+def test_what_else_decides_the_kv_changes_its_name(weights, changes):
+    assert engine_facts(vllm_config(weights, **changes)).fingerprint != engine_facts(vllm_config(weights)).fingerprint
+
+
+def test_the_longest_prompt_counts_where_frequencies_depend_on_it():
+    def names(hf: dict[str, Any]) -> set[str]:
+        lengths = (2048, 4096)
+        return {engine_facts(vllm_config(Path("x"), hf, model_config__max_model_len=n)).fingerprint for n in lengths}
+
+    assert len(names(LLAMA)) == 1
+    assert len(names(LLAMA | {"rope_parameters": {"rope_type": "longrope", "rope_theta": 10_000.0}})) == 2

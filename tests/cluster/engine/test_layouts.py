@@ -82,6 +82,9 @@ def test_the_packing_of_vllms_cpu_attention_is_found_out(isa, block_size, dtype)
     rows = random(2, 50, 3, 128).to(dtype)
     layout.scatter([StoredRows(slots, rows, 0)])
     assert torch.equal(layout.gather(slots), rows)
+    for other in (rows[:, :, :2], rows[..., :64], rows[:1], rows[:, :49], rows.to(torch.float16)):
+        with pytest.raises(ValueError, match=r"fit|49 rows for 50"):
+            layout.scatter([StoredRows(slots, other, 0)])
     # As the engine's own writing of the same keys and values packs them:
     expected = torch.zeros(5, 3, 2 * block_size, 64, dtype=dtype)
     keys, values = rows[1, ..., :64].contiguous(), rows[1, ..., 64:].contiguous()

@@ -1,5 +1,6 @@
 """The chunk store: what goes in comes out, damage is noticed, budgets hold, and nothing depends on files staying."""
 
+import errno
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from ropewalk.cluster.store.chunk import ChunkCorrupt, ChunkHeader, read_chunk, write_chunk
+from ropewalk.cluster.store.folder import ChunkFolder
 from ropewalk.cluster.store.node_store import MAX_HEADS, MAX_VERSIONS, NodeStore
 from ropewalk.kernels.keys import Domain, as_tokens, chain_key, content_key, head_key, root_key
 
@@ -201,6 +203,36 @@ def test_a_root_that_cannot_be_written_refuses_without_raising(tmp_path):
     store = NodeStore(tmp_path / "file", "model", TENANT, 1 << 20)
     assert not store.put(*make_chunk(1))
     assert store.counters["put_failed"] == 1
+
+
+def test_a_chunk_that_cannot_be_listed_is_not_kept(store, monkeypatch):
+    header, rows = make_chunk(1)
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "no room for a marker")
+
+    monkeypatch.setattr(ChunkFolder, "add_markers", refuse)
+    assert not store.put(header, rows)
+    assert not store.contains(header.chain)
+    monkeypatch.undo()
+    assert store.put(header, rows)
+    assert store.by_content(header.content)
+
+
+def test_a_chunk_that_the_device_cannot_read_gives_way_to_a_new_one(store, monkeypatch):
+    header, rows = make_chunk(1)
+    store.put(header, rows)
+
+    def fail(_):
+        raise OSError(errno.EIO, "bad sector")
+
+    monkeypatch.setattr("ropewalk.cluster.store.node_store.read_chunk", fail)
+    with pytest.raises(OSError, match="bad sector"):
+        store.read(header.chain)
+    monkeypatch.undo()
+    assert store.counters["quarantined_unreadable"] == 1
+    assert store.put(header, rows)
+    assert torch.equal(store.read(header.chain)[1], rows)
 
 
 def test_a_reader_keeps_its_rows_when_the_chunk_is_evicted(store):
