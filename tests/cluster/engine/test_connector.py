@@ -129,12 +129,16 @@ class Harness:
         )
 
     def save_finished(self) -> Any:
-        """Run empty steps, as vLLM does while it holds blocks, until nothing is held; return the last one's output."""
+        """Run empty steps, as vLLM does while it holds blocks, until nothing is held and all is stored; return the last
+        one's output.
+        """
         deadline = time.monotonic() + 30
         while True:
             output = self._empty_step()
             self.connector.update_connector_output(output)
             if not self.connector._queue._held:
+                if self.connector._saver is not None:
+                    self.connector._saver.close()  # blocks go once they are read; the next save starts another thread
                 return output
             assert time.monotonic() < deadline, "blocks are held for ever"
 
