@@ -43,7 +43,7 @@ HEADERS = (32, 96, 128, 224)
 """Lengths of headers in tokens: a body is computed behind one of the first length, asked for behind the others."""
 
 LONG = 4096
-"""Bodies of more tokens take so long that fewer documents have to do."""
+"""Bodies of more tokens take so long that fewer documents and rounds have to do."""
 
 GSM8K_TOKENS = 80
 
@@ -62,7 +62,7 @@ class Counts:
     gsm8k: int
 
 
-QUICK = {True: Counts(4, 20, 7, 16, 0), False: Counts(2, 4, 5, 3, 4)}
+QUICK = {True: Counts(4, 20, 7, 16, 0), False: Counts(2, 4, 5, 2, 4)}
 FULL = {True: Counts(20, 20, 15, 200, 0), False: Counts(10, 12, 15, 40, 50)}
 """By whether the model is the recall model, whose prompts cost little."""
 
@@ -146,7 +146,7 @@ class Study:
                 header = self.task.header(self._rng, HEADERS[number % len(HEADERS)])
                 asked.append(Asked((*header, *body.tokens, *question.tokens), question, length))
             self._compare(arms, asked)
-        timed = self._time(body, counts.rounds)
+        timed = self._time(body, counts.rounds if length <= LONG else max(counts.rounds // 2, 3))
         summaries = {name: tally.summary() for name, tally in arms.items()}
         return {
             "length": length,
