@@ -149,7 +149,7 @@ class SchedulerService:
             self._changed.wait()
             self._changed.clear()
             self.save()
-            time.sleep(self._settings.save_interval_s)
+            time.sleep(self._settings.save_interval_s)  # no more saves than one an interval
 
 
 SchedulerActor = ray.remote(SchedulerService)

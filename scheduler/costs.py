@@ -22,12 +22,12 @@ DECAY = 0.97
 MIN_SPREAD = 48.0
 """Standard deviation in tokens below which lines cannot be told apart: what was learned before stays."""
 
-ASSUMED_WEIGHT = 0.3
+ASSUMED_WEIGHT = 0.2
 """Of the assumption about a stage, where an observation has 1: little once prompts with and without stages were seen,
 but enough to decide when all reuse alike, so that only the sum of some costs shows.
 """
 
-FREE_CACHED, FREE_PAIRS = 1_000.0, 200_000.0
+FREE_CACHED, FREE_PAIRS = 200.0, 200_000.0
 """Weight, in tokens and pairs, of taking loads and attention for free: less than long prompts have."""
 
 OUTLIER = 2.0
@@ -41,7 +41,7 @@ too busy for the measurement to mean anything."""
 class StageCost:
     """Least squares of relative errors over exponentially weighted observations.
 
-    What a stage costs shows only where there were some. Until then, and as some observations among the others later on,
+    What a stage costs shows only where there were some. Until then, and with a small weight later on,
     it is taken to be what `initial_run` tokens cost; `None`: as much as a request, for stages that run one by one.
     """
 

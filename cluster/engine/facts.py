@@ -79,15 +79,16 @@ def _fingerprint(vllm_config: Any) -> str:
     """
     model = vllm_config.model_config
     config = {k: v for k, v in model.hf_text_config.to_dict().items() if k not in ("_name_or_path", "name_or_path")}
+    text = json.dumps(config, sort_keys=True, default=str)
     parts = [
         FORMAT,
-        json.dumps(config, sort_keys=True, default=str),
+        text,
         str(model.dtype),
         str(vllm_config.cache_config.cache_dtype),
         str(model.quantization),
         f"tp{vllm_config.parallel_config.tensor_parallel_size}",
         f"mla{model.use_mla}",
-        f"length{model.max_model_len}" if re.search("longrope|llama4", json.dumps(config, default=str)) else "",
+        f"length{model.max_model_len}" if re.search("longrope|llama4", text) else "",
         f"weights{vllm_config.load_config.load_format}",  # `dummy` ones are random
         _weights_id(model.model, model.revision),
     ]

@@ -27,7 +27,7 @@ ENGINE_STOP_S = 3.0
 class PlainServer(LLMServer):
     """Stock vLLM as Ray Serve LLM runs it: the baseline. Only Ray's usage telemetry and the CPU worker's process go."""
 
-    async def __init__(self, llm_config: Any) -> None:  # type: ignore[misc]
+    async def __init__(self, llm_config: Any) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         await super().__init__(llm_config, engine_cls=PlainEngine)
 
     async def _start_engine(self) -> None:
@@ -46,7 +46,7 @@ class PlainServer(LLMServer):
 class AgentServer(LLMServer):
     """Reads the `ropewalk` field and headers, gives them to the planned engine, and explains what happened."""
 
-    async def __init__(  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
         self,
         llm_config: Any,
         *,

@@ -176,11 +176,14 @@ class NodeStore:
         if not self._memory.make_room(rows.numel() * rows.element_size()):
             self.counters["put_over_budget"] += 1
             return False
+        is_written = False
         try:
             self._memory.wrote(write_chunk(self._folders[0].path(header.chain), header, rows))
+            is_written = True
             self._mark(header)
         except OSError as error:
-            self._folders[0].delete(header.chain)  # without its markers it would never be found, nor stored again
+            if is_written:  # without its markers it would never be found, nor stored again
+                self._folders[0].delete(header.chain)
             self.counters["put_failed"] += 1
             self.counters[f"put_failed_{io_reason(error)}"] += 1
             return False
@@ -272,7 +275,10 @@ class NodeStore:
         if len(header) < HEAD_LENGTH:
             return
         for chain in folder.listed("heads", head_key(self.tenant, header.tokens)):
-            other = self.by_chain(chain)
+            try:
+                other = self.by_chain(chain)
+            except OSError:  # counted there; what cannot be read is no reason to give up this chunk
+                continue
             if other is None or other.parent != header.parent or other.domain != header.domain:
                 continue
             if len(other) < len(header) and (header.tokens[: len(other)] == other.tokens).all():

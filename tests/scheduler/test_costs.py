@@ -36,7 +36,7 @@ def test_it_follows_a_machine_that_becomes_faster():
     assert 90 <= cost.min_run <= 105
     for n, s in [(32, 0), (512, 1), (512, 0), (32, 1)] * 100:
         cost.observe(n, s, 0, 0.1 + 0.0005 * n + 0.1 * s)
-    assert 170 <= cost.min_run <= 205
+    assert 180 <= cost.min_run <= 205
 
 
 @pytest.mark.parametrize("lengths", [(500, 1000, 2000, 4000), (4000,)])
@@ -51,9 +51,8 @@ def test_what_long_runs_take_to_load_is_not_taken_for_the_cost_of_a_stage(length
         s, m = (0, 0) if rng.random() < 0.2 else (1, length)
         n += length - m
         cost.observe(n, s, m, (0.025 + 1e-4 * n + 3e-3 * s + 1.25e-5 * m) * rng.uniform(0.95, 1.05))
-    assert cost.min_run <= 128
-    # One length alone does not tell apart what a stage and its cached tokens cost.
-    assert 0.8e-5 < cost.per_cached_s < 1.7e-5 or len(lengths) == 1
+    assert cost.min_run <= 64
+    assert 0.8e-5 < cost.per_cached_s < 1.7e-5
 
 
 def test_observations_that_are_all_alike_change_nothing():

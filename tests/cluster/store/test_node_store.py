@@ -219,6 +219,35 @@ def test_a_chunk_that_cannot_be_listed_is_not_kept(store, monkeypatch):
     assert store.by_content(header.content)
 
 
+def test_a_neighbour_that_cannot_be_read_does_not_keep_a_chunk_out(store, monkeypatch):
+    header, rows = make_chunk(1)
+    shorter = make_header(header.tokens[:35])
+    store.put(shorter, rows[:, :35])
+    read = NodeStore.by_chain
+
+    def refuse(self, chain):
+        if chain == shorter.chain:
+            raise PermissionError(errno.EACCES, "another user's")
+        return read(self, chain)
+
+    monkeypatch.setattr(NodeStore, "by_chain", refuse)
+    assert store.put(header, rows)
+    monkeypatch.undo()
+    assert [found.chain for found in store.by_content(header.content)] == [header.chain]
+
+
+def test_a_failed_write_leaves_what_another_writer_stored(store, monkeypatch):
+    header, rows = make_chunk(1)
+
+    def overtaken(path, *_):
+        write_chunk(path, header, rows)
+        raise OSError(errno.ENOSPC, "no room for a second copy")
+
+    monkeypatch.setattr("ropewalk.cluster.store.node_store.write_chunk", overtaken)
+    assert not store.put(header, rows)
+    assert torch.equal(store.read(header.chain)[1], rows)
+
+
 def test_a_chunk_that_the_device_cannot_read_gives_way_to_a_new_one(store, monkeypatch):
     header, rows = make_chunk(1)
     store.put(header, rows)
