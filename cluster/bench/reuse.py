@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ropewalk.cluster.bench.output import check_writable
 from ropewalk.cluster.cli import UserError
 from ropewalk.cluster.models import EMBEDDED, ModelSourceError, resolve
 
@@ -87,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
     if min([*(args.lengths or ()), args.pattern_length]) < 256:
         raise UserError("--lengths, --pattern-length: at least 256 tokens, or there is nothing to reuse")
     lengths = {model: lengths_for(model, args) for model in args.models}
+    check_writable("--json", args.json)
     from ropewalk.cluster.bench.reuse_study import machine, run_model
     from ropewalk.cluster.bench.tables import print_report
 
@@ -98,7 +100,6 @@ def run(args: argparse.Namespace) -> int:
         report["models"][model] = run_model(model, args, lengths[model])
         if args.json:  # after each model: what was measured is not lost
             report["seconds"] = round(time.perf_counter() - start, 1)
-            args.json.parent.mkdir(parents=True, exist_ok=True)
             args.json.write_text(json.dumps(report, indent=1) + "\n")
     print_report(report)
     return 0

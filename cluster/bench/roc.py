@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ropewalk.cluster.bench.output import check_writable
 from ropewalk.cluster.models import EMBEDDED, ModelSourceError, resolve
 from ropewalk.kernels.keys import HEAD_LENGTH
 
@@ -93,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, ModelSourceError) as error:
         raise UserError(str(error)) from None
     for option in ("json", "plot"):
-        _check_writable(f"--{option}", getattr(args, option))
+        check_writable(f"--{option}", getattr(args, option))
     results = []
     for model in models:
         with console.status(f"{model}: starting an engine") as status:
@@ -136,15 +137,3 @@ def _check_length(model: str, study: Study) -> None:
             f"--positions up to {max(study.positions)} need prompts of {study.longest_prompt} tokens; "
             f"--model {model!r} takes fewer than {longest}"
         )
-
-
-def _check_writable(option: str, path: Path | None) -> None:
-    from ropewalk.cluster.cli import UserError
-
-    if path is None:
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
-    except OSError as error:
-        raise UserError(f"{option} {str(path)!r} cannot be written: {error.strerror}") from None

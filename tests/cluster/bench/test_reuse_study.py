@@ -86,6 +86,7 @@ def test_a_marker_that_is_not_one_token_is_refused_by_name(tmp_path):
         (["--lengths", "20000"], "do not fit recall-mla"),
         (["--lengths", "100"], "at least 256 tokens"),
         (["--models", "/nowhere"], "no directory /nowhere"),
+        (["--json", "/proc/none/reuse.json"], "--json '/proc/none/reuse.json' cannot be written"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(capsys, arguments, message):
