@@ -79,7 +79,9 @@ def lengths_for(model: str, args: argparse.Namespace) -> list[int]:
     ]
     needed = longest_prompt(lengths or [0], args.pattern_length)
     if longest is not None and needed > longest:
-        raise UserError(f"--lengths: prompts of {needed} tokens do not fit {model} ({longest} positions)")
+        raise UserError(
+            f"--lengths, --pattern-length: prompts of {needed} tokens do not fit {model} ({longest} positions)"
+        )
     return list(lengths)
 
 
@@ -87,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the study. Raises `UserError` for what cannot be run."""
     if min([*(args.lengths or ()), args.pattern_length]) < 256:
         raise UserError("--lengths, --pattern-length: at least 256 tokens, or there is nothing to reuse")
+    if args.min_run is not None and args.min_run < 1:
+        raise UserError(f"--min-run: at least 1 token, not {args.min_run}")
     lengths = {model: lengths_for(model, args) for model in args.models}
     check_writable("--json", args.json)
     from ropewalk.cluster.bench.reuse_study import machine, run_model

@@ -85,6 +85,7 @@ def test_a_marker_that_is_not_one_token_is_refused_by_name(tmp_path):
     [
         (["--lengths", "20000"], "do not fit recall-mla"),
         (["--lengths", "100"], "at least 256 tokens"),
+        (["--min-run", "-3"], "--min-run: at least 1 token, not -3"),
         (["--models", "/nowhere"], "no directory /nowhere"),
         (["--json", "/proc/none/reuse.json"], "--json '/proc/none/reuse.json' cannot be written"),
     ],
