@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ HEADERS = (32, 96, 128, 224)
 """Lengths of headers in tokens: a body is computed behind one of the first length, asked for behind the others."""
 
 LONG = 4096
-"""Bodies of more tokens take so long that fewer documents and rounds have to do."""
+"""Bodies of more tokens take so long that fewer documents, questions and rounds have to do."""
 
 GSM8K_TOKENS = 80
 
@@ -60,6 +60,17 @@ class Counts:
     rounds: int
     patterns: int
     gsm8k: int
+
+    def for_length(self, length: int) -> Counts:
+        """Return what a body of so many tokens gets."""
+        if length <= LONG:
+            return self
+        return replace(
+            self,
+            documents=max(self.documents // 4, 1),
+            questions=max(self.questions // 2, 2),
+            rounds=max(self.rounds // 2, 3),
+        )
 
 
 QUICK = {True: Counts(4, 20, 7, 16, 0), False: Counts(2, 4, 5, 2, 4)}
@@ -138,7 +149,8 @@ class Study:
     def lengths(self, length: int, counts: Counts) -> dict[str, Any]:
         """Measure a body of `length` tokens behind changed headers."""
         arms = {name: Tally() for name in ("full", *ARMS)}
-        for _ in range(counts.documents if length <= LONG else max(counts.documents // 4, 1)):
+        counts = counts.for_length(length)
+        for _ in range(counts.documents):
             (body,) = self.task.sections(self._rng, [length])
             self._compute([[*self.task.header(self._rng, SOURCE_HEADER), *body.tokens, *body.questions[0].tokens]])
             asked = []
@@ -146,7 +158,7 @@ class Study:
                 header = self.task.header(self._rng, HEADERS[number % len(HEADERS)])
                 asked.append(Asked((*header, *body.tokens, *question.tokens), question, length))
             self._compare(arms, asked)
-        timed = self._time(body, counts.rounds if length <= LONG else max(counts.rounds // 2, 3))
+        timed = self._time(body, counts.rounds)
         summaries = {name: tally.summary() for name, tally in arms.items()}
         return {
             "length": length,

@@ -109,13 +109,21 @@ def engine_settings(config: ClusterConfig, model: ModelConfig, store_root: Path)
     )
 
 
+CPU_KV_CACHE_GIB = 4.0
+"""For each replica on CPUs, unless said otherwise: vLLM would take 92 % of the machine's memory, and refuse to start
+where somebody else has a tenth of it."""
+
+
 def engine_kwargs(model: ModelConfig, settings: EngineSettings | None) -> dict[str, Any]:
     """vLLM's engine arguments. Both arms of a comparison get the same ones, apart from the connector."""
     arguments: dict[str, Any] = {"dtype": model.dtype, "enable_prompt_tokens_details": True}
     if model.max_model_len is not None:
         arguments["max_model_len"] = model.max_model_len
-    if model.kv_cache_gib is not None:
-        arguments["kv_cache_memory_bytes"] = int(model.kv_cache_gib * 2**30)
+    kv_cache_gib = model.kv_cache_gib
+    if kv_cache_gib is None and model.gpus_per_replica == 0 and "gpu_memory_utilization" not in model.engine_args:
+        kv_cache_gib = CPU_KV_CACHE_GIB
+    if kv_cache_gib is not None:
+        arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
     if model.gpus_per_replica == 0:
         arguments["enforce_eager"] = True  # compiling takes a minute a replica and gains little on small CPU models
         # vLLM's 128 would cost plain prefix hits half of that each, and reuse as much for every gap.
