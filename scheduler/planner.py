@@ -276,11 +276,14 @@ def _find_runs(
         places.update(anchors(tokens))
     runs: list[list[Segment]] = []
     for place in sorted(places):
-        if place < floor or place >= last:
+        # Places in the carve-out count, too: what is found there is taken from the carve-out's end on.
+        if (place < floor and (place < exact_end or floor > settings.carve_out)) or place >= last:
             continue
         match = _best_match(tokens, tenant, index, limits, place, None, settings)
-        if match is None:
+        skipped = max(floor - place, 0)
+        if match is None or match.length < skipped + HEAD_LENGTH:
             continue
+        match, place = _Match(match.chunk, match.offset + skipped, match.length - skipped), place + skipped
         run, position = _extend_left(tokens, index, match, place, floor), place
         if run and run[-1].chunk == match.chunk.chain:  # a match in the middle of a chunk
             position = run.pop().start

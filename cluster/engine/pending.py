@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Set
 from typing import Any, NamedTuple
 
+from ropewalk.cluster.store.folder import anchor_keys
 from ropewalk.cluster.store.node_store import NodeStore
 from ropewalk.kernels.gear import ChunkSizes, chunk_limits
 from ropewalk.kernels.keys import HEAD_LENGTH, Tokens, head_key
@@ -60,14 +61,15 @@ class PendingSaves:
 
 
 def heads_of(tokens: Tokens, tenant: str, sizes: ChunkSizes) -> set[str]:
-    """Return the head keys of a prompt's chunks: what it may find in the store begins with one of them.
-
-    A chunk and a longer one of the same place have the same head, so this covers a history's unfinished last chunk.
-    """
+    """Return the keys by which a prompt finds chunks: `keys_of` all that it is cut into."""
     limits = chunk_limits(tokens, sizes)
-    starts = [0, *limits[:-1]]
-    return {
-        head_key(tenant, tokens[start:end])
-        for start, end in zip(starts, limits, strict=True)
-        if end - start >= HEAD_LENGTH
-    }
+    return set[str]().union(*(keys_of(tokens[a:b], tenant) for a, b in zip([0, *limits[:-1]], limits, strict=True)))
+
+
+def keys_of(tokens: Tokens, tenant: str) -> set[str]:
+    """Return the head key of a chunk and those of its anchors.
+
+    A chunk and a longer one of the same place have the same head, so this covers a history's unfinished last chunk. A
+    text in which no limit falls is one chunk with whatever stands before it, and shares anchors only.
+    """
+    return {head_key(tenant, tokens), *anchor_keys(tenant, tokens)} if len(tokens) >= HEAD_LENGTH else set()

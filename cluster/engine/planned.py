@@ -42,8 +42,9 @@ logger = logging.getLogger(__name__)
 MAX_REPORTS = 4096
 """Reports kept for requests whose HTTP side never asks for them."""
 
-SAVE_WAIT_SHARE = 0.1
-"""Of the time that a prompt's prefill would take, so much is waited for what may spare it."""
+SAVE_WAIT_SHARE = 0.25
+"""Of the time that a prompt's prefill would take, so much is waited for what may spare it. On CPUs a save takes some
+15 % of that: a tenth would make a client's second request miss what its first one left."""
 
 MAX_SAVE_WAIT = 0.1
 """Seconds waited for that at most: a save takes some milliseconds, unless it waits behind many others."""

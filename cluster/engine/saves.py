@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ropewalk.cluster.engine.pending import keys_of
 from ropewalk.cluster.engine.stores import OpenStores, Place
 from ropewalk.cluster.store.chunk import ChunkHeader
 from ropewalk.kernels.gear import ChunkSizes
-from ropewalk.kernels.keys import HEAD_LENGTH, Domain, Tokens, content_key, head_key
+from ropewalk.kernels.keys import HEAD_LENGTH, Domain, Tokens, content_key
 from ropewalk.scheduler.planner import Piece, pieces
 
 HELD_SHARE = 0.25
@@ -77,7 +78,7 @@ class SaveQueue:
         if not missing:
             return None, None
         # The worker saves in order: with the last own piece, those that others have queued are stored too.
-        heads = {head_key(place[1], tokens[piece.start : piece.end]) for piece in missing}
+        heads = set[str]().union(*(keys_of(tokens[piece.start : piece.end], place[1]) for piece in missing))
         awaited = {"chain": (own or missing)[-1].chain, "heads": sorted(heads)}
         if not own:
             return None, awaited

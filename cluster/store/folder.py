@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ropewalk.cluster.store.chunk import ChunkCorrupt, ChunkHeader, read_header
 from ropewalk.kernels.gear import anchors
-from ropewalk.kernels.keys import HEAD_LENGTH, head_key
+from ropewalk.kernels.keys import HEAD_LENGTH, Tokens, head_key
 
 MAX_VERSIONS = 4
 """Chunks kept for one content (computed behind different left contexts); the least recently stored goes first."""
@@ -133,10 +133,14 @@ class ChunkFolder:
         folders = [self.base / "content" / header.content]
         if len(header) >= HEAD_LENGTH:
             folders.append(self.base / "heads" / head_key(header.tenant, header.tokens))
-        starts = [start for start in anchors(header.tokens) if start + HEAD_LENGTH <= len(header)][:MAX_ANCHORS]
-        keys = {head_key(header.tenant, header.tokens[start:]) for start in starts}
-        folders += [self.base / "anchors" / key for key in sorted(keys)]
+        folders += [self.base / "anchors" / key for key in sorted(anchor_keys(header.tenant, header.tokens))]
         return folders
+
+
+def anchor_keys(tenant: str, tokens: Tokens) -> set[str]:
+    """Return the head keys under which a chunk of these tokens is listed as holding them at an anchor."""
+    starts = [start for start in anchors(tokens) if start + HEAD_LENGTH <= len(tokens)][:MAX_ANCHORS]
+    return {head_key(tenant, tokens[start:]) for start in starts}
 
 
 def children(folder: Path) -> list[Path]:

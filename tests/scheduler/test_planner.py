@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ropewalk.cluster.store.chunk import ChunkHeader
-from ropewalk.kernels.gear import ChunkSizes, anchors
+from ropewalk.kernels.gear import ChunkSizes, anchors, chunk_limits
 from ropewalk.kernels.keys import (
     HEAD_LENGTH,
     Domain,
@@ -254,3 +254,24 @@ def test_markers_let_a_region_begin_and_end_with_a_chunk(markers, num_found):
 def test_impossible_settings_are_refused(settings_):
     with pytest.raises(ValueError, match=next(iter(settings_))):
         PlannerSettings(**settings_)
+
+
+def test_what_an_anchor_in_the_carve_out_finds_is_reused_behind_it():
+    """A short header and a text in which no chunk begins: the only anchor both prompts share is in the carve-out."""
+    rng = np.random.default_rng(0)
+    settings = replace(SMALL, chunks=ChunkSizes(mean=128, minimum=32, maximum=512), min_run=32)
+    sentence = as_tokens([901, 902, 903, 904, 905, 906, 907] * 20)
+    found = 0
+    for _ in range(600):
+        body = np.concatenate([as_tokens(rng.integers(0, 900, 20)), sentence])
+        before, after = (np.concatenate([as_tokens(rng.integers(0, 900, 8)), body]) for _ in range(2))
+        index = MemoryIndex()
+        index.save(before, make_plan(before, TENANT, index, settings, reuse=True), settings)
+        plan = make_plan(after, TENANT, index, settings, reuse=True)
+        check(plan, after, index, settings)
+        in_carve_out = [place for place in anchors(after) if 8 + 16 <= place < settings.carve_out]
+        elsewhere = [place for place in anchors(after) if place >= settings.carve_out]
+        if in_carve_out and not elsewhere and len(chunk_limits(before, settings.chunks)) == 1:
+            found += 1
+            assert plan.runs == ((settings.carve_out, len(after) - 1),)
+    assert found >= 20

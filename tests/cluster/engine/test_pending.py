@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ropewalk.cluster.engine.pending import GIVEN_UP_S, MAX_PENDING, PendingSaves, heads_of
 from ropewalk.cluster.store.chunk import ChunkHeader
 from ropewalk.cluster.store.node_store import NodeStore
-from ropewalk.kernels.gear import ChunkSizes
+from ropewalk.kernels.gear import ChunkSizes, chunk_limits
 from ropewalk.kernels.keys import HEAD_LENGTH, Domain, as_tokens, content_key, head_key, root_key
 
 FOREVER = 60.0
@@ -80,3 +80,14 @@ def test_a_longer_history_begins_like_the_shorter_ones_last_chunk(seed, length, 
     shorter, longer = (heads_of(tokens[:n], "t", ChunkSizes()) for n in (length, length + more))
     assert shorter <= longer
     assert head_key("t", tokens[:HEAD_LENGTH]) in shorter
+
+
+def test_a_text_without_limits_is_waited_for_behind_another_header():
+    """The example of the README: one sentence again and again is one chunk with the header before it."""
+    introduction = np.random.default_rng(4).integers(0, 900, 20)
+    text = as_tokens([*introduction, *[901, 902, 903, 904, 905, 906, 907] * 40])
+    prompts = [np.concatenate([as_tokens([first, 12, 13, 14]), text]) for first in (11, 12)]
+    assert all(len(chunk_limits(prompt, ChunkSizes())) == 1 for prompt in prompts)
+    one, other = (heads_of(prompt, "t", ChunkSizes()) for prompt in prompts)
+    assert head_key("t", prompts[0]) not in other
+    assert one & other
