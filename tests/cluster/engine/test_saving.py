@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import random
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +14,11 @@ import pytest
 from ropewalk.cluster.store.node_store import NodeStore
 
 from .conftest import Engine
-from .prompts import prompt
+from .prompts import prompt, tokenizer
 
 pytestmark = pytest.mark.engine
 
+ROOT = Path(__file__).parents[3]
 MODEL = "smollm2-135m"
 NUM_BLOCKS = 60
 
@@ -43,6 +46,20 @@ def counters(engine: Engine) -> dict[str, int]:
 
 def num_files(root: Path, pattern: str = "*/*/objects/*/*") -> int:
     return len(list(root.glob(pattern)))
+
+
+def test_the_second_call_of_the_readme_takes_the_manual_from_the_store(engine):
+    """At once, as its client sends it, and with the very text: one chunk with the header before it."""
+    (manual,) = re.findall(r"^manual = (.+)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    answers = []
+    for time_ in ("09:00", "09:05"):
+        parts = re.split(r" \+ | \* ", manual)
+        text = f"It is {time_}. {ast.literal_eval(parts[0])}{ast.literal_eval(parts[1]) * int(parts[2])}"
+        messages = [{"role": "system", "content": text}, {"role": "user", "content": "Is 17 + 25 = 42?"}]
+        encoded = tokenizer().apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
+        tokens = encoded["input_ids"] if hasattr(encoded, "keys") else encoded
+        answers.append(engine.run(engine.ask_async(tokens, mode="reuse", tenant="readme", max_tokens=16)))
+    assert answers[1].report.tokens["reused"] >= 0.8 * len(tokens)
 
 
 def test_what_an_answer_computed_is_stored_soon_after_it(engine):
