@@ -48,7 +48,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--skip", nargs="+", default=[], choices=("lengths", "patterns", "gsm8k"), help="parts to leave out"
     )
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="some minutes a model on two cores (the default)")
+    size.add_argument(
+        "--quick",
+        action="store_true",
+        help="some minutes a model on two cores; slow machines get fewer prompts a length (the default)",
+    )
     size.add_argument("--full", action="store_true", help="many more prompts: hours on two cores")
     parser.add_argument(
         "--min-run",

@@ -9,11 +9,13 @@ Times are taken with requests that do, the two engines in turn.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import shutil
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,7 +45,7 @@ HEADERS = (32, 96, 128, 224)
 """Lengths of headers in tokens: a body is computed behind one of the first length, asked for behind the others."""
 
 LONG = 4096
-"""Bodies of more tokens take so long that fewer documents, questions and rounds have to do."""
+"""Bodies of more tokens take so long that fewer questions and rounds have to do."""
 
 GSM8K_TOKENS = 80
 
@@ -51,29 +53,31 @@ TOKENS_AT_ONCE = 16_384
 """Of prompts that are asked together where nothing is timed."""
 
 
+_START = time.perf_counter()
+
+
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How much is measured: documents a length, questions a document, timed rounds, prompts a pattern and of GSM8K."""
+    """How much is measured: documents a length, questions a document, timed rounds, prompts a pattern and of GSM8K.
+
+    `seconds`: for the documents of a length; no further one is begun that would not be done by then.
+    """
 
     documents: int
     questions: int
     rounds: int
     patterns: int
     gsm8k: int
+    seconds: float = math.inf
 
     def for_length(self, length: int) -> Counts:
         """Return what a body of so many tokens gets."""
         if length <= LONG:
             return self
-        return replace(
-            self,
-            documents=max(self.documents // 4, 1),
-            questions=max(self.questions // 2, 2),
-            rounds=max(self.rounds // 2, 3),
-        )
+        return replace(self, questions=max(self.questions // 2, 2), rounds=max(self.rounds // 2, 3))
 
 
-QUICK = {True: Counts(4, 20, 7, 16, 0), False: Counts(2, 4, 5, 2, 4)}
+QUICK = {True: Counts(8, 10, 7, 12, 0, seconds=20), False: Counts(2, 4, 5, 2, 4, seconds=20)}
 FULL = {True: Counts(20, 20, 15, 200, 0), False: Counts(10, 12, 15, 40, 50)}
 """By whether the model is the recall model, whose prompts cost little."""
 
@@ -150,7 +154,11 @@ class Study:
         """Measure a body of `length` tokens behind changed headers."""
         arms = {name: Tally() for name in ("full", *ARMS)}
         counts = counts.for_length(length)
-        for _ in range(counts.documents):
+        start = time.perf_counter()
+        for done in range(counts.documents):
+            spent = time.perf_counter() - start
+            if done and spent * (done + 1) / done > counts.seconds:
+                break
             (body,) = self.task.sections(self._rng, [length])
             self._compute([[*self.task.header(self._rng, SOURCE_HEADER), *body.tokens, *body.questions[0].tokens]])
             asked = []
@@ -361,5 +369,5 @@ def machine() -> dict[str, Any]:
 
 
 def note(text: str) -> None:
-    """Tell on standard error what is being measured."""
-    print(f"bench: {text}", file=sys.stderr, flush=True)
+    """Tell on standard error what is being measured, and how long after the beginning."""
+    print(f"bench: {time.perf_counter() - _START:4.0f} s: {text}", file=sys.stderr, flush=True)

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -35,6 +36,11 @@ def test_a_length_has_all_figures_and_turning_matters(study):
     ), "arms are compared on the same prompts"
     recovered = [found["arms"][arm]["recovered_share"]["mean"] for arm in ("reuse", "boundary-16", "boundary-64")]
     assert recovered == sorted(recovered, reverse=True), "boundary recompute computes more"
+
+
+def test_no_further_document_is_begun_once_the_time_of_a_length_is_up(study):
+    found = study.lengths(512, replace(COUNTS, rounds=1, seconds=0))
+    assert found["arms"]["full"]["kl_first"]["count"] == COUNTS.questions
 
 
 @pytest.mark.parametrize("name", ["header", "re-rank", "updates"])
