@@ -51,7 +51,7 @@ def edit(rng: random.Random, tokens: Tokens, count: int) -> Tokens:
 
 def store_text(store: NodeStore, tokens: Tokens, settings: PlannerSettings) -> None:
     """Store a prompt's chunks as an engine would."""
-    for piece in pieces(tokens, TENANT, settings.chunks, ()):
+    for piece in pieces(tokens, TENANT, settings.chunks, (), ()):
         part = tokens[piece.start : piece.end]
         content = content_key(TENANT, part)
         header = ChunkHeader(piece.chain, piece.parent, content, TENANT, piece.domain, piece.start, part)

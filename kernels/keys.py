@@ -18,10 +18,13 @@ Tokens = npt.NDArray[np.int32]
 
 
 class Domain(StrEnum):
-    """Who may be served a chunk: `EXACT` equals a prefill; `REUSE` was computed behind position-independent hits."""
+    """Who may be served a chunk: `EXACT` equals a prefill; `REUSE` was computed behind position-independent hits;
+    `LINEAGE` behind a splice, for the session that it belongs to.
+    """
 
     EXACT = "exact"
     REUSE = "reuse"
+    LINEAGE = "lineage"
 
 
 def _digest(*parts: bytes) -> str:
@@ -47,6 +50,11 @@ def chain_key(parent: str, tokens: Tokens, domain: Domain) -> str:
     return _digest(b"chain", domain.value.encode(), parent.encode(), tokens.tobytes())
 
 
+def lineage_key(parent: str, label: str) -> str:
+    """Return what stands for the chunk `parent` as left neighbour where the lineage `label` begins behind it."""
+    return _digest(b"lineage", label.encode(), parent.encode())
+
+
 def content_key(tenant: str, tokens: Tokens) -> str:
     """Return the key of a chunk's content wherever it stands."""
     return _digest(b"content", tenant.encode(), tokens.tobytes())
@@ -56,3 +64,10 @@ def head_key(tenant: str, tokens: Tokens) -> str:
     """Return the key of the first `HEAD_LENGTH` tokens; finds chunks that begin alike. `tokens` must be as long."""
     assert len(tokens) >= HEAD_LENGTH
     return _digest(b"head", tenant.encode(), tokens[:HEAD_LENGTH].tobytes())
+
+
+def common_prefix(a: Tokens, b: Tokens) -> int:
+    """Return how many leading token ids `a` and `b` share."""
+    length = min(len(a), len(b))
+    different = np.flatnonzero(a[:length] != b[:length])
+    return int(different[0]) if len(different) else length

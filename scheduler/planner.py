@@ -15,6 +15,10 @@ the blocks of the one before, which that step computes, in the prefix cache. So 
 tokens of a run are computed as well. Otherwise they run one after the other, and take over through the store.
 Positions below the carve-out are never reused: the attention sink belongs to the start of the sequence (Irminsul).
 
+A *splice* takes runs from the lineage of one session instead (`ropewalk.agents.lineage`): rows that the session holds,
+wherever an edit has moved them. From each of the plan's `marks` on, KV belongs to another domain as well: that of
+reuse, or a lineage's.
+
 A run may consist of chunks that were computed behind different texts. With *boundary recompute*, the first tokens of
 each stretch from one source are computed anew, so that they see what now stands before them.
 """
@@ -28,8 +32,19 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ropewalk.agents.lineage import NOWHERE, REUSE, Held, Mark, Rows, label_of
 from ropewalk.kernels.gear import ChunkSizes, anchors, chunk_limits
-from ropewalk.kernels.keys import HEAD_LENGTH, Domain, Tokens, chain_key, content_key, head_key, root_key
+from ropewalk.kernels.keys import (
+    HEAD_LENGTH,
+    Domain,
+    Tokens,
+    chain_key,
+    common_prefix,
+    content_key,
+    head_key,
+    lineage_key,
+    root_key,
+)
 
 
 class Chunk(Protocol):
@@ -84,7 +99,8 @@ class PlannerSettings:
 class Segment:
     """Positions `[start, end)` taken from rows `[offset, offset + end - start)` of a chunk, turned by `turn`.
 
-    `reused` tells reuse-domain KV (taken from another place or context) from KV that this prompt's own prefill made.
+    `reused` tells KV taken from another place or context from KV that this prompt's own prefill made; `spliced`, that
+    it comes from the session's lineage.
     """
 
     start: int
@@ -93,6 +109,7 @@ class Segment:
     offset: int
     turn: int
     reused: bool
+    spliced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +129,8 @@ class Plan:
 
     `segments` are ascending and disjoint; they cover the exact prefix and the runs, and unless `batched` the gaps
     between them too, which stages compute and store. `stages` are the prompt lengths of the internal requests,
-    ascending. `runs` are the reused position ranges, `exact_end` the end of the exact prefix.
+    ascending. `runs` are the reused position ranges, `exact_end` the end of the exact prefix. `marks` say from where on
+    KV is whose; KV before the first one is exact.
     """
 
     num_tokens: int
@@ -121,11 +139,12 @@ class Plan:
     stages: tuple[int, ...]
     segments: tuple[Segment, ...]
     batched: bool = False
+    marks: tuple[Mark, ...] = ()
 
     @property
     def first_inexact(self) -> int | None:
-        """The first position whose KV is reused; what follows it is not exact either. None: all exact."""
-        return self.runs[0][0] if self.runs else None
+        """The first position whose KV may not be exact; what follows it is not, either. None: all exact."""
+        return self.marks[0].start if self.marks else None
 
     @property
     def num_reused(self) -> int:
@@ -144,8 +163,9 @@ class Plan:
             "exact_end": self.exact_end,
             "runs": [list(run) for run in self.runs],
             "stages": list(self.stages),
-            "segments": [[s.start, s.end, s.chunk, s.offset, s.turn, s.reused] for s in self.segments],
+            "segments": [[s.start, s.end, s.chunk, s.offset, s.turn, s.reused, s.spliced] for s in self.segments],
             "batched": self.batched,
+            "marks": [list(mark) for mark in self.marks],
         }
 
     @classmethod
@@ -158,6 +178,7 @@ class Plan:
             tuple(params["stages"]),
             tuple(Segment(*segment) for segment in params["segments"]),
             params["batched"],
+            tuple(Mark(*mark) for mark in params["marks"]),
         )
 
     def check_integrity(self) -> None:
@@ -173,6 +194,10 @@ class Plan:
             position = segment.end
         assert position == (self.runs[-1][1] if self.runs else self.exact_end), self
         assert list(self.stages) == [end for _, end in self.gaps()[:-1]], self
+        starts = [self.exact_end, *(mark.start for mark in self.marks)]
+        assert starts == sorted(starts), self
+        assert not self.runs or self.marks, self
+        assert not self.runs or self.marks[0].start <= self.runs[0][0], self
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,15 +209,35 @@ class _Match:
     length: int
 
 
-def make_plan(tokens: Tokens, tenant: str, index: ChunkIndex, settings: PlannerSettings, *, reuse: bool) -> Plan:
-    """Plan one prompt. `tokens` are its ids, `[T]` int32; `reuse` allows position-independent chunks.
+def make_plan(
+    tokens: Tokens,
+    tenant: str,
+    index: ChunkIndex,
+    settings: PlannerSettings,
+    *,
+    reuse: bool,
+    held: Held | None = None,
+) -> Plan:
+    """Plan one prompt. `tokens` are its ids, `[T]` int32; `reuse` allows position-independent chunks, and `held` what
+    the session's lineage has for the prompt.
 
     The last token is always computed: its logits are what the request is for.
     """
     limits = chunk_limits(tokens, settings.chunks)
     exact = _exact_prefix(tokens, tenant, index, limits)
+    spliced: list[list[Segment]] = []
+    marks: list[Mark] = []
+    if held is not None:
+        kept = _until(exact, held.inexact_from)
+        spliced = _held_runs(tokens, index, held, kept[-1].end if kept else 0, settings)
+        if spliced:  # else the lineage is lost, and this prompt like any other
+            exact, marks = kept, _marks(held, spliced)
     exact_end = exact[-1].end if exact else 0
-    found = _find_runs(tokens, tenant, index, limits, exact_end, settings) if reuse else []
+    spliced_end = spliced[-1][-1].end if spliced else exact_end
+    found = _find_runs(tokens, tenant, index, limits, spliced_end, settings) if reuse else []
+    if found and all(mark.label != REUSE for mark in marks):
+        marks.append(Mark(found[0][0].start, REUSE))
+    found = spliced + found
     runs = [(run[0].start, run[-1].end) for run in found]
     gap_starts = [exact_end, *(end for _, end in runs)]
     stages = [start for gap_start, (start, _) in zip(gap_starts, runs, strict=False) if gap_start < start]
@@ -200,37 +245,84 @@ def make_plan(tokens: Tokens, tenant: str, index: ChunkIndex, settings: PlannerS
     batched = settings.block_size is not None
     segments = list(exact)
     # Unless they run together, what the stages compute is taken from the chunks that they save.
-    computed = [] if batched else pieces(tokens, tenant, settings.chunks, runs)
+    computed = [] if batched else pieces(tokens, tenant, settings.chunks, runs, marks)
     for gap_start, run in zip(gap_starts, found, strict=False):
         for piece in computed:
             start, end = max(piece.start, gap_start), min(piece.end, run[0].start)
             if start < end:
                 segments.append(Segment(start, end, piece.chain, start - piece.start, 0, reused=False))
         segments.extend(run)
-    plan = Plan(len(tokens), exact_end, tuple(runs), tuple(stages), tuple(segments), batched)
+    plan = Plan(len(tokens), exact_end, tuple(runs), tuple(stages), tuple(segments), batched, tuple(marks))
     plan.check_integrity()
     return plan
 
 
-def pieces(tokens: Tokens, tenant: str, sizes: ChunkSizes, runs: Sequence[tuple[int, int]]) -> list[Piece]:
-    """Cut what was computed of `tokens` into chunks to be saved: content-defined limits, and every edge of a run.
+def pieces(
+    tokens: Tokens, tenant: str, sizes: ChunkSizes, runs: Sequence[tuple[int, int]], marks: Sequence[Mark]
+) -> list[Piece]:
+    """Cut what was computed of `tokens` into chunks to be saved: content-defined limits, every edge of a run, and where
+    another domain begins.
 
-    Ranges inside `runs` came from the store and are left out. Pieces before the first run are exact.
+    Ranges inside `runs` came from the store and are left out. Pieces before the first mark are exact.
     """
-    cuts = sorted({*chunk_limits(tokens, sizes), *(edge for run in runs for edge in run if edge <= len(tokens))})
-    first_inexact = runs[0][0] if runs else len(tokens)
+    edges = [*(edge for run in runs for edge in run), *(mark.start for mark in marks)]
+    cuts = sorted({*chunk_limits(tokens, sizes), *(edge for edge in edges if edge <= len(tokens))})
     out = []
     parent = root_key(tenant)
+    domain = Domain.EXACT
+    waiting = list(marks)
     start = 0
     for end in cuts:
         if start == end:  # a run that starts at 0 (no carve-out)
             continue
-        domain = Domain.EXACT if end <= first_inexact else Domain.REUSE
+        while waiting and waiting[0].start <= start:
+            label = waiting.pop(0).label
+            if label != REUSE:
+                parent = lineage_key(parent, label)
+            domain = Domain.LINEAGE if label != REUSE or domain is Domain.LINEAGE else Domain.REUSE
         chain = chain_key(parent, tokens[start:end], domain)
         if not any(run_start <= start < run_end for run_start, run_end in runs):
             out.append(Piece(start, end, chain, parent, domain))
         parent, start = chain, end
     return out
+
+
+def _until(segments: Sequence[Segment], end: int) -> list[Segment]:
+    """The part of ascending segments before position `end`."""
+    return [replace(segment, end=min(segment.end, end)) for segment in segments if segment.start < end]
+
+
+def _held_runs(
+    tokens: Tokens, index: ChunkIndex, held: Held, exact_end: int, settings: PlannerSettings
+) -> list[list[Segment]]:
+    """Return what the store still has of a lineage's rows behind the exact prefix, as runs of adjoining segments."""
+    first, last = max(held.inexact_from, exact_end, settings.carve_out), len(tokens) - 1
+    stretches: list[list[Segment]] = []
+    for rows in held.rows:
+        if rows.end <= first or rows.start >= last:
+            continue
+        rows = rows.part(first, last)
+        chunk, length = index.by_chain(rows.chunk), rows.end - rows.start
+        if chunk is None or chunk.start + rows.offset != rows.source:
+            continue
+        if not np.array_equal(chunk.tokens[rows.offset : rows.offset + length], tokens[rows.start : rows.end]):
+            continue
+        segment = Segment(rows.start, rows.end, rows.chunk, rows.offset, rows.turn, reused=True, spliced=True)
+        if stretches and stretches[-1][-1].end == segment.start:
+            stretches[-1].append(segment)
+        else:
+            stretches.append([segment])
+    return _worthwhile(stretches, index, exact_end, settings, NOWHERE if held.edited_from is None else held.edited_from)
+
+
+def _marks(held: Held, runs: Sequence[Sequence[Segment]]) -> list[Mark]:
+    """Return the marks of a prompt that is served these runs of a lineage."""
+    marks = list(held.marks)
+    moved = [s for run in runs for s in run if held.edited_from is not None and s.start >= held.edited_from]
+    if moved:
+        rows = [Rows(s.start, s.end, s.chunk, s.offset, s.start - s.turn) for s in moved]
+        marks.append(Mark(moved[0].start, label_of(held.owner, marks, rows)))
+    return marks
 
 
 def _exact_prefix(tokens: Tokens, tenant: str, index: ChunkIndex, limits: Sequence[int]) -> list[Segment]:
@@ -252,7 +344,7 @@ def _exact_prefix(tokens: Tokens, tenant: str, index: ChunkIndex, limits: Sequen
         length = 0
         for chunk in index.by_head(head_key(tenant, tokens[start:])):
             if chunk.parent == parent and chunk.domain == Domain.EXACT and chunk.start == start:
-                common = _common_prefix(chunk.tokens, tokens[start:last])
+                common = common_prefix(chunk.tokens, tokens[start:last])
                 if common > length:
                     best, length = chunk, common
         if best is not None:
@@ -274,7 +366,7 @@ def _find_runs(
     places = {floor, *limits}
     if settings.second_pass:
         places.update(anchors(tokens))
-    runs: list[list[Segment]] = []
+    stretches: list[list[Segment]] = []
     for place in sorted(places):
         # Places in the carve-out count, too: what is found there is taken from the carve-out's end on.
         if (place < floor and (place < exact_end or floor > settings.carve_out)) or place >= last:
@@ -294,14 +386,34 @@ def _find_runs(
             position += match.length
             match = _best_match(tokens, tenant, index, limits, position, match.chunk.chain, settings)
         floor = position
-        for part in _by_source(run, index) if settings.boundary else [run]:
-            part = _from(part, part[0].start + settings.boundary)
-            gap_start = runs[-1][-1].end if runs else exact_end
-            if part and settings.block_size is not None and part[0].start > gap_start:
-                part = _from(part, -(-part[0].start // settings.block_size) * settings.block_size)
-            # A run that adjoins the exact prefix costs no stage.
-            if part and (part[-1].end - part[0].start >= settings.min_run or part[0].start == exact_end):
-                runs.append(part)
+        if stretches and stretches[-1][-1].end == run[0].start:
+            stretches[-1].extend(run)
+        else:
+            stretches.append(run)
+    return _worthwhile(stretches, index, exact_end, settings)
+
+
+def _worthwhile(
+    stretches: Sequence[Sequence[Segment]],
+    index: ChunkIndex,
+    begin: int,
+    settings: PlannerSettings,
+    boundary_from: int = 0,
+) -> list[list[Segment]]:
+    """Return the runs that are taken of stretches of adjoining segments, the first of which may start at `begin`.
+
+    The boundary is computed of those that start at `boundary_from` or later.
+    """
+    runs: list[list[Segment]] = []
+    for stretch in stretches:
+        for part in _by_source(stretch, index) if settings.boundary else [stretch]:
+            run = _from(part, part[0].start + (settings.boundary if part[0].start >= boundary_from else 0))
+            gap_start = runs[-1][-1].end if runs else begin
+            if run and settings.block_size is not None and run[0].start > gap_start:
+                run = _from(run, -(-run[0].start // settings.block_size) * settings.block_size)
+            # Where nothing is to be computed before it, a run costs no stage.
+            if run and (run[-1].end - run[0].start >= settings.min_run or run[0].start == gap_start):
+                runs.append(run)
     return runs
 
 
@@ -357,7 +469,7 @@ def _best_match(
     best: _Match | None = None
     best_rank: tuple[int, bool, bool] = (HEAD_LENGTH - 1, True, True)
     for chunk, offset in candidates:
-        length = _common_prefix(chunk.tokens[offset:], tokens[position:last])
+        length = common_prefix(chunk.tokens[offset:], tokens[position:last])
         rank = (length, chunk.domain == Domain.EXACT, chunk.parent == parent)
         if length >= HEAD_LENGTH and rank > best_rank:
             best, best_rank = _Match(chunk, offset, length), rank
@@ -372,7 +484,7 @@ def _extend_left(tokens: Tokens, index: ChunkIndex, match: _Match, position: int
     chunk: Chunk | None = match.chunk
     end = match.offset
     while position > floor and chunk is not None:
-        common = _common_prefix(chunk.tokens[:end][::-1], tokens[floor:position][::-1])
+        common = common_prefix(chunk.tokens[:end][::-1], tokens[floor:position][::-1])
         if common:
             position -= common
             segments.insert(0, _segment(_Match(chunk, end - common, common), position))
@@ -396,10 +508,3 @@ def _find(tokens: Tokens, part: Tokens) -> list[int]:
     """Return where `part` stands in `tokens`."""
     starts = np.flatnonzero(tokens[: len(tokens) - len(part) + 1] == part[0]).tolist()
     return [start for start in starts if np.array_equal(tokens[start : start + len(part)], part)]
-
-
-def _common_prefix(a: Tokens, b: Tokens) -> int:
-    """Return how many leading token ids `a` and `b` share."""
-    length = min(len(a), len(b))
-    different = np.flatnonzero(a[:length] != b[:length])
-    return int(different[0]) if len(different) else length

@@ -150,6 +150,12 @@ class Study:
         # Without vLLM's prefix cache, stages take over through the store, where arms would find each other's chunks.
         self._is_batched = ours.client.status()["batched"]
 
+    def warm_up(self) -> None:
+        """Ask what does not count, so that the time of the first length is not spent on compiling and loading."""
+        (body,) = self.task.sections(self._rng, [512])
+        asked = [Asked((*self.task.header(self._rng, 32), *body.tokens, *q.tokens), q, 512) for q in body.questions[:2]]
+        self._compare({name: Tally() for name in ("full", *ARMS)}, asked)
+
     def lengths(self, length: int, counts: Counts) -> dict[str, Any]:
         """Measure a body of `length` tokens behind changed headers."""
         arms = {name: Tally() for name in ("full", *ARMS)}
@@ -309,6 +315,7 @@ def run_model(model: str, args: argparse.Namespace, lengths: Sequence[int]) -> d
     longest = longest_prompt(lengths, args.pattern_length)
     with engines(model, args.min_run, max_model_len=longest, dtype=args.dtype) as (plain, ours):
         study = Study(model, plain, ours, task_of(model), args.seed)
+        study.warm_up()
         found: dict[str, Any] = {"turn_error": ours.client.status()["turn_error"], "lengths": [], "patterns": []}
         for length in lengths if "lengths" not in args.skip else ():
             note(f"{model}: bodies of {length} tokens")

@@ -216,6 +216,6 @@ class _Reader:
     def _pieces(self, tokens: Tokens, start: int, end: int) -> list[Piece]:
         return [
             piece
-            for piece in pieces(tokens, "default", ChunkSizes(), ())
+            for piece in pieces(tokens, "default", ChunkSizes(), (), ())
             if max(piece.start, start) < min(piece.end, end)
         ]

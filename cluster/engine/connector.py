@@ -12,6 +12,7 @@ import logging
 import time
 import uuid
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import RequestStatus
 
+from ropewalk.agents.lineage import Mark
 from ropewalk.cluster.engine.facts import engine_facts
 from ropewalk.cluster.engine.layouts import KvLayout, UnsupportedLayout, find_layout
 from ropewalk.cluster.engine.loader import Load, Loader, LoadPart, reason_of
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DOMAIN_SALT = b"ropewalk/reuse"
+DOMAIN_SALT = b"ropewalk/"
 
 GATHER_S = 0.1
 """Seconds that the first requests of a batched plan wait for the others, which were sent in the same moment."""
@@ -155,7 +157,7 @@ class RopewalkConnector(KVConnectorBase_V1):
         self._queue.max_blocks = int(HELD_SHARE * gpu_block_pool.num_gpu_blocks)
 
     def on_new_request(self, request: Request) -> None:
-        """Follow a request that carries a plan, and give reuse-domain blocks hashes of their own."""
+        """Follow a request that carries a plan, and give blocks that are not exact hashes of their own domain."""
         params = (request.kv_transfer_params or {}).get(PARAMS_KEY)
         if not params or "plan" not in params or self._refused:
             return
@@ -172,8 +174,8 @@ class RopewalkConnector(KVConnectorBase_V1):
             tracked.group, tracked.member = params["group"], params["member"]
             group = self._groups.setdefault(tracked.group, _Group(len(plan.stages) + 1, time.monotonic() + GATHER_S))
             group.members[tracked.member] = request.request_id
-        if is_inexact and plan.first_inexact is not None:
-            enter_reuse_domain(request, plan.first_inexact, self._block_size)
+        if is_inexact:
+            enter_domains(request, plan.marks, self._block_size)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how far the plan's chunks reach beyond the local hit, the last token left to compute.
@@ -325,7 +327,7 @@ class RopewalkConnector(KVConnectorBase_V1):
         save = saving = None
         if self._settings.save and tracked.keep and not tracked.is_stage and num_tokens > 0:
             tokens = as_tokens(request.all_token_ids[:num_tokens])
-            save, saving = self._queue.add(request.request_id, tracked.place, tokens, tracked.plan.runs, block_ids)
+            save, saving = self._queue.add(request.request_id, tracked.place, tokens, tracked.plan, block_ids)
             if save is not None:
                 self._saves.append(save)
         self._counters.update(self._stores.take_counters())
@@ -341,7 +343,7 @@ class RopewalkConnector(KVConnectorBase_V1):
     def _save_stage(self, request_id: str, tracked: _Tracked, num_tokens: int) -> None:
         if self._settings.save:
             tokens = as_tokens(tracked.request.all_token_ids[:num_tokens])
-            save = self._queue.stage(request_id, tracked.place, tokens, tracked.plan.runs, tracked.block_ids)
+            save = self._queue.stage(request_id, tracked.place, tokens, tracked.plan, tracked.block_ids)
             if save is not None:
                 self._stage_saves.append(save)
 
@@ -472,17 +474,20 @@ class RopewalkConnector(KVConnectorBase_V1):
         return False
 
 
-def enter_reuse_domain(request: Request, first_inexact: int, block_size: int) -> None:
-    """Rewrite a request's block hashes from the block that holds `first_inexact` on.
+def enter_domains(request: Request, marks: Sequence[Mark], block_size: int) -> None:
+    """Rewrite a request's block hashes, for each mark inside the prompt from the block that holds it on.
 
-    Blocks before it stay shared with exact requests. The salted hash becomes the parent of all later ones, those of
-    generated tokens included, so no exact request can find them. A prompt whose full blocks all end before
-    `first_inexact` gives up its last one: a hash added later would otherwise chain from an exact parent.
+    Blocks before the first mark stay shared with exact requests. A salted hash becomes the parent of all later ones,
+    those of generated tokens included, so only a request that is in the same domains can find them. A prompt whose full
+    blocks all end before a mark gives up its last one: a hash added later would otherwise chain from an exact parent.
     """
     hashes = request.block_hashes
     assert hashes, "a prompt without a full block has no hash to salt"
-    index = min(first_inexact // block_size, len(hashes) - 1)
-    salted = hashlib.sha256(DOMAIN_SALT + hashes[index]).digest()
-    del hashes[index:]
-    hashes.append(BlockHash(salted))
-    request.update_block_hashes()
+    for mark in marks:
+        if mark.start >= request.num_prompt_tokens:
+            continue
+        index = min(mark.start // block_size, len(hashes) - 1)
+        salted = hashlib.sha256(DOMAIN_SALT + mark.label.encode() + hashes[index]).digest()
+        del hashes[index:]
+        hashes.append(BlockHash(salted))
+        request.update_block_hashes()

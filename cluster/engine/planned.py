@@ -19,20 +19,24 @@ from typing import Any
 
 import torch
 from vllm.engine.protocol import EngineClient
+from vllm.exceptions import VLLMValidationError
 from vllm.inputs import tokens_input
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from ropewalk.agents.directives import DirectiveError
 from ropewalk.cluster.engine.facts import EngineFacts, engine_facts
 from ropewalk.cluster.engine.pending import PendingSaves, heads_of
 from ropewalk.cluster.engine.probe import PROBE_LENGTH, objection, turn_errors
 from ropewalk.cluster.engine.request import PARAMS_KEY, RequestReport, RequestSettings, describe
 from ropewalk.cluster.engine.rotary import find_rotary
+from ropewalk.cluster.engine.sessions import Sessions, Turn
 from ropewalk.cluster.engine.settings import EngineSettings
 from ropewalk.cluster.engine.stores import OpenStores
 from ropewalk.cluster.store.chunk import ChunkCorrupt
 from ropewalk.cluster.store.node_store import NodeStore
 from ropewalk.cluster.store.scan import BackgroundScan
+from ropewalk.cluster.store.sessions import SessionFiles
 from ropewalk.kernels.keys import Tokens, as_tokens
 from ropewalk.scheduler.costs import LEAST_RUN, StageCost
 from ropewalk.scheduler.planner import Plan, make_plan
@@ -76,6 +80,8 @@ class PlannedEngine:
         self._counters: Counter[str] = Counter()
         self._engine_counters: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._pending = PendingSaves()
+        self._session_files: dict[str, SessionFiles] = {}
+        self._sessions = Sessions(self._files, self._planner.chunks)
         self._cost = self._new_cost()
         self._num_running = 0
         self._num_started = 0
@@ -161,15 +167,24 @@ class PlannedEngine:
                     yield output
             return
 
-        await self._wait_for_saves(tokens, settings)
-        plan = self._plan(tokens, settings, report)
+        turn = self._begin_turn(tokens, settings)
+        report.fallbacks += turn.fallbacks
+        if turn.tokens is not tokens:
+            prompt = {**prompt, "prompt_token_ids": turn.tokens.tolist()}
+            prompt.pop("prompt", None)  # the text is no longer that of the tokens
+        await self._wait_for_saves(turn, settings)
+        plan = self._plan(turn, settings, report)
         self._num_started += 1
         self._num_running += 1
+        answer = Answered(sampling_params)
         try:
             async with contextlib.aclosing(
                 self._generate_by_plan(plan, report, settings, prompt, sampling_params, request_id, kwargs)
             ) as planned:
                 async for output in planned:
+                    answer.add(output)
+                    if output.finished:
+                        self._sessions.end(settings, turn, plan, answer.computed)
                     yield output
         finally:
             self._num_running -= 1
@@ -235,16 +250,28 @@ class PlannedEngine:
         """Wait until what was answered before is stored, or lost."""
         await self._pending.wait()
 
-    async def _wait_for_saves(self, tokens: Tokens, settings: RequestSettings) -> None:
+    async def _wait_for_saves(self, turn: Turn, settings: RequestSettings) -> None:
         """Wait a little for what is being stored, if this request may find it there.
 
         An exact request finds its prefix in vLLM's own cache, where there is one.
         """
-        if not len(self._pending) or (settings.mode != "reuse" and self._planner.block_size is not None):
+        has_cache = self._planner.block_size is not None
+        if not len(self._pending) or (settings.mode != "reuse" and has_cache and turn.held is None):
             return
-        cost = self._cost.per_token_s * len(tokens)
-        heads = heads_of(tokens, settings.tenant, self._planner.chunks)
+        cost = self._cost.per_token_s * len(turn.tokens)
+        heads = heads_of(turn.tokens, settings.tenant, self._planner.chunks) if turn.held is None else None
         await self._pending.wait(min(SAVE_WAIT_SHARE * cost, MAX_SAVE_WAIT), heads)
+
+    def _begin_turn(self, tokens: Tokens, settings: RequestSettings) -> Turn:
+        try:
+            return self._sessions.begin(settings, tokens, can_turn=self._reuse_refused is None)
+        except DirectiveError as error:
+            raise VLLMValidationError(str(error), parameter=f"ropewalk.{error.field}") from error
+
+    def _files(self, tenant: str) -> SessionFiles:
+        if tenant not in self._session_files:
+            self._session_files[tenant] = SessionFiles(self._store(tenant).last_base)
+        return self._session_files[tenant]
 
     def _note(self, returned: dict[str, Any]) -> None:
         """Take over an engine's totals: if one report has overtaken another, the later one counts."""
@@ -258,19 +285,23 @@ class PlannedEngine:
             counters.update(engine)
         return dict(counters)
 
-    def _plan(self, tokens: Tokens, settings: RequestSettings, report: RequestReport) -> Plan:
-        reuse = settings.mode == "reuse"
+    def _plan(self, turn: Turn, settings: RequestSettings, report: RequestReport) -> Plan:
+        tokens, reuse, held = turn.tokens, turn.reuse, turn.held
+        if settings.mode == "reuse" and not reuse:
+            report.fallbacks.append("forgotten")
         if reuse and self._reuse_refused is not None:
             report.fallbacks.append("reuse_refused")
             reuse = False
         if reuse and not settings.keep and self._planner.block_size is None:
             report.fallbacks.append("stages_need_the_store")
-            reuse = False
+            reuse, held = False, None
         store = self._store(settings.tenant)
         boundary = self._planner.boundary if settings.boundary is None else settings.boundary
         planner = replace(self._planner, min_run=self._min_run(), boundary=boundary)
         try:
-            plan = make_plan(tokens, settings.tenant, store, planner, reuse=reuse)
+            plan = make_plan(tokens, settings.tenant, store, planner, reuse=reuse, held=held)
+            if self._sessions.lost(turn, plan, store):
+                report.fallbacks.append("lineage_lost")
             first = plan.first_inexact
             inexact = [n for n in (*plan.stages, plan.num_tokens) if first is not None and first < n]
             if inexact and min(inexact) < self._block_size:
@@ -348,9 +379,14 @@ class PlannedEngine:
         report.num_stages = len(plan.stages)
         # Cached positions are a prefix; of those, the runs are reused and the rest is this prompt's own prefill.
         prefix = cached + report.num_computed_by_stages
-        reused = sum(max(min(end, prefix) - start, 0) for start, end in plan.runs)
-        reused = min(reused, cached)
-        report.tokens = {"computed": num_tokens - cached, "exact": cached - reused, "reused": reused, "spliced": 0}
+        served = Counter[bool]()
+        for segment in plan.segments:
+            if segment.reused:
+                served[segment.spliced] += max(min(segment.end, prefix) - segment.start, 0)
+        spliced = min(served[True], cached)
+        reused = min(served[False], cached - spliced)
+        exact = cached - spliced - reused
+        report.tokens = {"computed": num_tokens - cached, "exact": exact, "reused": reused, "spliced": spliced}
         report.plan = describe(plan)
         for kind, count in report.tokens.items():
             self._counters[f"tokens_{kind}"] += count
@@ -481,6 +517,27 @@ class PlannedEngine:
             yield store
         finally:
             store.clear()
+
+
+class Answered:
+    """Collects an answer's token ids, however they are handed out."""
+
+    def __init__(self, sampling_params: SamplingParams) -> None:
+        self._is_delta = sampling_params.output_kind == RequestOutputKind.DELTA
+        self._is_single = sampling_params.n == 1
+        self._tokens: list[int] = []
+
+    def add(self, output: RequestOutput) -> None:
+        """Take in what the engine hands out. Of several answers to one prompt, none is kept."""
+        if self._is_single and output.outputs:
+            if not self._is_delta:
+                self._tokens.clear()
+            self._tokens.extend(output.outputs[0].token_ids)
+
+    @property
+    def computed(self) -> list[int]:
+        """Those that have KV: the last one was sampled, and not fed back."""
+        return self._tokens[:-1]
 
 
 EngineClient.register(PlannedEngine)

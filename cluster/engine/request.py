@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ PARAMS_KEY = "ropewalk"
 """The one name that Ropewalk uses inside vLLM's `kv_transfer_params`."""
 
 Mode = Literal["exact", "reuse"]
+Edits = Literal["amortize", "forget"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,10 @@ class RequestSettings:
     for its report). `mode` is `exact`
     (only KV that equals what a prefill would compute) or `reuse` (position-independent chunks are welcome too). KV is
     never shared between tenants.
+
+    `session` names the conversation. `edits` says what it means that its history has changed: `amortize` splices,
+    `forget` computes everything from the change on and drops what was held; None is as the session was told before,
+    else a new prompt like any other. `directives` are `[start, end, replacement ids, mode]` each.
 
     The rest is for studies of quality, and never set by the HTTP layer. `rotate=False` takes reused keys as they were
     computed, at the wrong positions. `boundary` overrides how many tokens at the beginning of each reused stretch are
@@ -35,6 +40,8 @@ class RequestSettings:
     agent: str | None = None
     tenant: str = "default"
     explain: bool = False
+    edits: Edits | None = None
+    directives: Sequence[Sequence[Any]] = ()
     rotate: bool = True
     boundary: int | None = None
     keep: bool = True
@@ -58,7 +65,7 @@ class PlannedRange:
 
     start: int
     end: int
-    source: Literal["compute", "exact", "reuse"]
+    source: Literal["compute", "exact", "reuse", "splice"]
     chunk: str | None = None
     turn: int = 0
 
@@ -68,7 +75,8 @@ def describe(plan: Plan) -> list[PlannedRange]:
     ranges = [PlannedRange(start, end, "compute") for start, end in plan.gaps()]
     for segment in plan.segments:
         if segment.reused:
-            ranges.append(PlannedRange(segment.start, segment.end, "reuse", segment.chunk, segment.turn))
+            source: Literal["reuse", "splice"] = "splice" if segment.spliced else "reuse"
+            ranges.append(PlannedRange(segment.start, segment.end, source, segment.chunk, segment.turn))
         elif segment.end <= plan.exact_end:  # the others hold what stages compute
             ranges.append(PlannedRange(segment.start, segment.end, "exact", segment.chunk))
     return sorted(ranges, key=lambda planned: planned.start)

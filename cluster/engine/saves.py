@@ -9,7 +9,7 @@ Nothing is queued that is stored or queued already, and the blocks held are boun
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from ropewalk.cluster.engine.stores import OpenStores, Place
 from ropewalk.cluster.store.chunk import ChunkHeader
 from ropewalk.kernels.gear import ChunkSizes
 from ropewalk.kernels.keys import HEAD_LENGTH, Domain, Tokens, content_key
-from ropewalk.scheduler.planner import Piece, pieces
+from ropewalk.scheduler.planner import Piece, Plan, pieces
 
 HELD_SHARE = 0.25
 """Of vLLM's blocks, at most so many are held for finished requests that wait to be saved. One request may always wait,
@@ -61,14 +61,14 @@ class SaveQueue:
         """By request: how many blocks it holds, and the names and contents of what it saves."""
 
     def add(
-        self, request_id: str, place: Place, tokens: Tokens, runs: Sequence[tuple[int, int]], block_ids: list[int]
+        self, request_id: str, place: Place, tokens: Tokens, plan: Plan, block_ids: list[int]
     ) -> tuple[Save | None, dict[str, Any] | None]:
         """Queue what a finished request computed: return what is to be saved, and how to see that it is stored.
 
         With a save, the request's blocks must be held until it is `release`d. The second value names the chunk that
         is stored last, and the heads of all: the planner's share. None for nothing.
         """
-        missing = [piece for piece in self._pieces(place, tokens, runs) if not self._is_stored(place, piece, tokens)]
+        missing = [piece for piece in self._pieces(place, tokens, plan) if not self._is_stored(place, piece, tokens)]
         queued = set[str]().union(*(keys for _, keys in self._held.values()))
         own = [piece for piece in missing if queued.isdisjoint(_keys(place, piece, tokens))]
         num_held = sum(num_blocks for num_blocks, _ in self._held.values())
@@ -85,12 +85,10 @@ class SaveQueue:
         self._held[request_id] = len(block_ids), set[str]().union(*(_keys(place, piece, tokens) for piece in own))
         return Save(request_id, place, self._parts(place, own, tokens, block_ids)), awaited
 
-    def stage(
-        self, request_id: str, place: Place, tokens: Tokens, runs: Sequence[tuple[int, int]], block_ids: list[int]
-    ) -> Save | None:
+    def stage(self, request_id: str, place: Place, tokens: Tokens, plan: Plan, block_ids: list[int]) -> Save | None:
         """Return what a stage has to store before its answer leaves: every piece, under its own name."""
         store = self._stores.get(place)
-        missing = [piece for piece in self._pieces(place, tokens, runs) if not store.contains(piece.chain)]
+        missing = [piece for piece in self._pieces(place, tokens, plan) if not store.contains(piece.chain)]
         return Save(request_id, place, self._parts(place, missing, tokens, block_ids)) if missing else None
 
     def release(self, request_ids: Iterable[str]) -> None:
@@ -98,20 +96,17 @@ class SaveQueue:
         for request_id in request_ids:
             self._held.pop(request_id, None)
 
-    def _pieces(self, place: Place, tokens: Tokens, runs: Sequence[tuple[int, int]]) -> list[Piece]:
-        # A run that was not reached (the request was aborted, a chunk was missing) would leave false edges: only what
-        # lies inside the computed range counts.
-        reached = [(start, min(end, len(tokens))) for start, end in runs if start < len(tokens)]
-        return pieces(tokens, place[1], self._sizes, reached)
+    def _pieces(self, place: Place, tokens: Tokens, plan: Plan) -> list[Piece]:
+        return pieces_of(tokens, place[1], self._sizes, plan)
 
     def _is_stored(self, place: Place, piece: Piece, tokens: Tokens) -> bool:
         """Tell whether saving a piece adds nothing."""
-        if piece.end - piece.start < HEAD_LENGTH:
+        if piece.end - piece.start < HEAD_LENGTH and piece.domain != Domain.LINEAGE:
             return True  # no look-up would ever find it
         store = self._stores.get(place)
         if store.contains(piece.chain):
             return True
-        if piece.domain == Domain.EXACT:
+        if piece.domain != Domain.REUSE:
             return False
         try:
             return bool(store.by_content(content_key(place[1], tokens[piece.start : piece.end])))
@@ -126,6 +121,14 @@ class SaveQueue:
             )
             for piece in own
         ]
+
+
+def pieces_of(tokens: Tokens, tenant: str, sizes: ChunkSizes, plan: Plan) -> list[Piece]:
+    """Cut what a request computed of `tokens`, prompt and answer, into chunks to be saved; see `pieces`."""
+    # A run that was not reached (the request was aborted, a chunk was missing) would leave false edges: only what
+    # lies inside the computed range counts.
+    reached = [(start, min(end, len(tokens))) for start, end in plan.runs if start < len(tokens)]
+    return pieces(tokens, tenant, sizes, reached, [mark for mark in plan.marks if mark.start < len(tokens)])
 
 
 def slots_of(block_ids: list[int], start: int, end: int, block_size: int) -> Slots:

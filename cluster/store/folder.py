@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ropewalk.cluster.store.chunk import ChunkCorrupt, ChunkHeader, read_header
 from ropewalk.kernels.gear import anchors
-from ropewalk.kernels.keys import HEAD_LENGTH, Tokens, head_key
+from ropewalk.kernels.keys import HEAD_LENGTH, Domain, Tokens, head_key
 
 MAX_VERSIONS = 4
 """Chunks kept for one content (computed behind different left contexts); the least recently stored goes first."""
@@ -129,7 +129,9 @@ class ChunkFolder:
                 yield from children(folder)
 
     def _marker_folders(self, header: ChunkHeader) -> list[Path]:
-        """Folders of the markers of a chunk."""
+        """Folders of the markers of a chunk; none for one that only its session may be served, which knows its name."""
+        if header.domain is Domain.LINEAGE:
+            return []
         folders = [self.base / "content" / header.content]
         if len(header) >= HEAD_LENGTH:
             folders.append(self.base / "heads" / head_key(header.tenant, header.tokens))

@@ -45,7 +45,7 @@ from ropewalk.cluster.store.chunk import (
 )
 from ropewalk.cluster.store.folder import KINDS, MAX_HEADS, MAX_VERSIONS, SUPERSEDED, ChunkFolder
 from ropewalk.cluster.store.tier import StoreUsage, Tier, io_reason
-from ropewalk.kernels.keys import HEAD_LENGTH, head_key
+from ropewalk.kernels.keys import HEAD_LENGTH, Domain, head_key
 
 __all__ = ["MAX_HEADS", "MAX_VERSIONS", "DiskTier", "NodeStore", "StoreUsage"]
 
@@ -82,6 +82,11 @@ class NodeStore:
         self._folders = [ChunkFolder(tier.root / place) for tier in (self._memory, below) if tier is not None]
         self.base = self._folders[0].base
         self._headers: OrderedDict[str, ChunkHeader] = OrderedDict()
+
+    @property
+    def last_base(self) -> Path:
+        """This model's and tenant's folder in the last tier: what survives most."""
+        return self._folders[-1].base
 
     # Look-ups
 
@@ -272,7 +277,7 @@ class NodeStore:
         """
         folder = self._folders[0]
         self.counters["versions_dropped"] += len(folder.add_markers(header))
-        if len(header) < HEAD_LENGTH:
+        if len(header) < HEAD_LENGTH or header.domain is Domain.LINEAGE:
             return
         for chain in folder.listed("heads", head_key(self.tenant, header.tokens)):
             try:

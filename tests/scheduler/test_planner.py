@@ -29,7 +29,7 @@ class MemoryIndex:
         self.chunks: dict[str, ChunkHeader] = {}
 
     def save(self, tokens: np.ndarray, plan: Plan, settings: PlannerSettings) -> None:
-        for piece in pieces(tokens, TENANT, settings.chunks, plan.runs):
+        for piece in pieces(tokens, TENANT, settings.chunks, plan.runs, plan.marks):
             part = tokens[piece.start : piece.end]
             self.chunks[piece.chain] = ChunkHeader(
                 piece.chain, piece.parent, content_key(TENANT, part), TENANT, piece.domain, piece.start, part
@@ -55,7 +55,7 @@ class MemoryIndex:
 def check(plan: Plan, tokens: np.ndarray, index: MemoryIndex, settings: PlannerSettings) -> None:
     """Check a plan against the tokens and the chunks that it names."""
     plan.check_integrity()
-    own = {piece.chain: piece for piece in pieces(tokens, TENANT, settings.chunks, plan.runs)}
+    own = {piece.chain: piece for piece in pieces(tokens, TENANT, settings.chunks, plan.runs, plan.marks)}
     for segment in plan.segments:
         length = segment.end - segment.start
         if segment.reused or segment.end <= plan.exact_end:
@@ -71,7 +71,11 @@ def check(plan: Plan, tokens: np.ndarray, index: MemoryIndex, settings: PlannerS
             assert segment.end <= piece.end
         if segment.reused:
             assert segment.start >= settings.carve_out
-    assert all(end - start >= settings.min_run or start == plan.exact_end for start, end in plan.runs)
+    gap_starts = [plan.exact_end, *(end for _, end in plan.runs)]
+    assert all(
+        end - start >= settings.min_run or start == gap_start
+        for gap_start, (start, end) in zip(gap_starts, plan.runs, strict=False)
+    )
     assert plan.batched == (settings.block_size is not None)
     if settings.block_size is not None:
         assert all(stage % settings.block_size == 0 for stage in plan.stages)
@@ -86,6 +90,18 @@ def serve(tokens: np.ndarray, index: MemoryIndex, settings: PlannerSettings, *, 
     check(plan, tokens, index, settings)
     index.save(tokens, plan, settings)
     return plan
+
+
+def test_texts_that_are_too_short_alone_are_taken_together_where_they_adjoin():
+    index, planner = MemoryIndex(), PlannerSettings(min_run=900)
+    for seed in (1, 2):
+        source = [*words(10 + seed, 100), *words(seed, 700), *words(30 + seed, 200)]
+        serve(as_tokens(source), index, planner, reuse=True)
+    prompt = as_tokens([*words(20, 90), *words(1, 700), *words(2, 700), *words(21, 50)])
+    plan = serve(prompt, index, planner, reuse=True)
+    assert (plan.runs, plan.stages) == (((90, 1490),), (90,))
+    alone = as_tokens([*words(20, 90), *words(1, 700), *words(21, 50)])
+    assert make_plan(alone, TENANT, index, planner, reuse=True).runs == ()
 
 
 parts = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 250)), min_size=1, max_size=5)

@@ -69,7 +69,7 @@ class Harness:
 
     def fill(self, tokens: np.ndarray) -> None:
         """Store a prompt's chunks as an exact prefill would have left them."""
-        for piece in pieces(tokens, "t", self.settings.planner().chunks, []):
+        for piece in pieces(tokens, "t", self.settings.planner().chunks, [], []):
             part = tokens[piece.start : piece.end]
             content = content_key("t", part)
             header = ChunkHeader(piece.chain, piece.parent, content, "t", piece.domain, piece.start, part)
@@ -373,7 +373,8 @@ def test_hashes_of_the_reuse_domain_are_nobody_elses_and_later_ones_inherit_it(f
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.request import Request
 
-    from ropewalk.cluster.engine.connector import enter_reuse_domain
+    from ropewalk.agents.lineage import REUSE, Mark
+    from ropewalk.cluster.engine.connector import enter_domains
 
     init_none_hash(sha256)
 
@@ -383,7 +384,7 @@ def test_hashes_of_the_reuse_domain_are_nobody_elses_and_later_ones_inherit_it(f
 
     exact, reused, again = request(), request(), request()
     for one in (reused, again):
-        enter_reuse_domain(one, first_inexact, BLOCK_SIZE)
+        enter_domains(one, [Mark(first_inexact, REUSE)], BLOCK_SIZE)
     shared = min(first_inexact // BLOCK_SIZE, 310 // BLOCK_SIZE - 1)
     for one in (exact, reused, again):
         one.append_output_token_ids(list(range(40)))
@@ -396,7 +397,7 @@ def test_hashes_of_the_reuse_domain_are_nobody_elses_and_later_ones_inherit_it(f
 def test_domains_name_their_chunks_apart(harness):
     """The same tokens, computed behind reused KV, are no exact chunk."""
     tokens, plan = staged_prompt(harness)
-    domains = {p.start: p.domain for p in pieces(tokens, "t", harness.settings.planner().chunks, plan.runs)}
+    domains = {p.start: p.domain for p in pieces(tokens, "t", harness.settings.planner().chunks, plan.runs, plan.marks)}
     assert {domain for start, domain in domains.items() if start < 400} == {Domain.EXACT}
     assert {domain for start, domain in domains.items() if start >= 1000} == {Domain.REUSE}
 

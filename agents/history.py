@@ -1,0 +1,130 @@
+"""What one session holds: a tree of histories, kept as its branches from root to leaf.
+
+A turn that goes on from a branch's end makes that branch longer. One that goes on from earlier (a retry, a rollback),
+or from an edited history, is a branch of its own; the old one stays until it is not used any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ropewalk.agents.directives import DirectiveSet
+from ropewalk.agents.edits import matches
+from ropewalk.agents.lineage import Held, Lineage, Match, carry
+from ropewalk.kernels.keys import Tokens, common_prefix
+
+MAX_BRANCHES = 8
+"""Branches kept a session; the one that was not used longest goes first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A history and its KV. `sent` is what the client calls it, if directives were applied here and not by the client:
+    its prompts go on from that.
+    """
+
+    lineage: Lineage
+    sent: Tokens | None = None
+    used_s: float = 0.0
+
+
+@dataclass(slots=True)
+class History:
+    """Branches of a session, most recently used first.
+
+    `amortize`: an edited history is a splice, without the client saying so each time. `forgotten`: a text was removed
+    for good, so no position-independent chunk, whose rows may have seen it, is served to this session again.
+    """
+
+    branches: list[Branch] = field(default_factory=list)
+    amortize: bool = False
+    forgotten: bool = False
+
+    def add(self, branch: Branch) -> None:
+        """Put a branch first, in place of those that it goes on from."""
+        self.branches = [old for old in self.branches if not _continues(branch, old)]
+        self.branches = [branch, *self.branches][:MAX_BRANCHES]
+
+    def merge(self, other: History) -> None:
+        """Take over what another process has noted of this session."""
+        for branch in sorted([*other.branches, *self.branches], key=lambda branch: branch.used_s):
+            self.add(branch)
+        self.amortize |= other.amortize
+        self.forgotten |= other.forgotten
+
+    def forget(self) -> None:
+        """Drop all branches: what they hold may have seen what was removed."""
+        self.branches, self.forgotten = [], True
+
+    def is_edited(self, tokens: Tokens) -> bool:
+        """Tell whether a prompt changes what every branch holds, and does not go on from one."""
+        return bool(self.branches) and not any(
+            common_prefix(branch.lineage.tokens, tokens) in (len(branch.lineage.tokens), len(tokens))
+            for branch in self.branches
+        )
+
+    def as_applied(self, tokens: Tokens) -> Tokens:
+        """Return a prompt with the directives applied that were given for this session and that it still lacks."""
+        for branch in self.branches:
+            sent = branch.sent
+            if sent is not None and len(sent) <= len(tokens) and common_prefix(sent, tokens) == len(sent):
+                return np.concatenate([branch.lineage.tokens, tokens[len(sent) :]])
+        return tokens
+
+    def held(
+        self,
+        tokens: Tokens,
+        owner: str,
+        *,
+        reuse: bool,
+        original: Tokens | None = None,
+        edits: DirectiveSet | None = None,
+    ) -> Held | None:
+        """Return what the branch that has most of a prompt holds of it; None when there is nothing but exact KV.
+
+        `edits` made the prompt of `original`. `reuse`: rows computed behind reused chunks are welcome.
+        """
+        best: Held | None = None
+        most = 0
+        for branch in self.branches:
+            lineage = branch.lineage.licensed(reuse=reuse)
+            found = carry(lineage, _matches(lineage.tokens, tokens, original, edits), owner)
+            count = sum(rows.end - rows.start for rows in found.rows)
+            if count > most:
+                best, most = found, count
+        return best if best is not None and (best.marks or best.edited_from is not None) else None
+
+
+def _matches(held: Tokens, tokens: Tokens, original: Tokens | None, edits: DirectiveSet | None) -> list[Match]:
+    """Return where a held history stands in a prompt: by directives if it was what they edit, else by comparing."""
+    if edits is not None and original is not None and len(edits):
+        length = common_prefix(held, original)
+        first = min(directive.span.end for directive in edits)
+        if length > first:
+            kept = [(k.start, k.new_start, min(k.end, length) - k.start) for k in edits.kept() if k.start < length]
+            return [Match(*match) for match in kept]
+    return [Match(*match) for match in matches(held, tokens)]
+
+
+def _continues(branch: Branch, old: Branch) -> bool:
+    """Tell whether `branch` holds all that `old` does."""
+    new_tokens, old_tokens = branch.lineage.tokens, old.lineage.tokens
+    length = len(old_tokens)
+    return (
+        length <= len(new_tokens)
+        and common_prefix(new_tokens, old_tokens) == length
+        and tuple(mark for mark in branch.lineage.marks if mark.start < length) == old.lineage.marks
+    )
+
+
+def tree(branches: Sequence[Branch]) -> list[tuple[int | None, int]]:
+    """Return, for each branch, the earlier one that it shares its longest beginning with, and how long that is."""
+    out: list[tuple[int | None, int]] = []
+    for index, branch in enumerate(branches):
+        shared: list[int] = [common_prefix(branch.lineage.tokens, other.lineage.tokens) for other in branches[:index]]
+        longest = max(shared, default=0)
+        out.append((shared.index(longest) if longest else None, longest))
+    return out

@@ -1,0 +1,129 @@
+"""From a request of a session to what is planned: directives applied, edits found, rows of its lineage looked up; and,
+once it is answered, what the session holds from then on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ropewalk.agents.directives import SINK, Directive, DirectiveSet, Mode, Span
+from ropewalk.agents.history import Branch, History
+from ropewalk.agents.lineage import Held, Lineage, Rows
+from ropewalk.cluster.engine.request import RequestSettings
+from ropewalk.cluster.engine.saves import pieces_of
+from ropewalk.cluster.store.sessions import SessionFiles
+from ropewalk.kernels.gear import ChunkSizes
+from ropewalk.kernels.keys import Tokens
+from ropewalk.scheduler.planner import ChunkIndex, Plan
+
+
+@dataclass(slots=True)
+class Turn:
+    """One request of a session, or of none: the `tokens` to be answered, and what its lineage `held` of them.
+
+    `sent` are the tokens as the client sent them. `reuse`: position-independent chunks may be taken. `forgets`: nothing
+    that the session held before this turn is served to it again.
+    """
+
+    sent: Tokens
+    tokens: Tokens
+    reuse: bool
+    held: Held | None = None
+    forgets: bool = False
+    wants_splice: bool = False
+    fallbacks: list[str] = field(default_factory=list)
+
+
+class Sessions:
+    """Sessions of one model. `files` opens a tenant's."""
+
+    def __init__(self, files: Callable[[str], SessionFiles], chunks: ChunkSizes) -> None:
+        self._files = files
+        self._chunks = chunks
+
+    def begin(self, settings: RequestSettings, tokens: Tokens, *, can_turn: bool) -> Turn:
+        """Resolve one request. `can_turn`: the model's keys can be turned. Raises `DirectiveError`."""
+        turn = Turn(tokens, tokens, reuse=settings.mode == "reuse")
+        edits = directive_set(settings.directives, len(tokens))
+        if edits is not None:
+            turn.tokens = np.asarray(edits.apply(tokens.tolist()), np.int32)
+            turn.wants_splice = any(edit.mode is Mode.AMORTIZE for edit in edits)
+        if settings.session is None:
+            if turn.wants_splice:
+                turn.fallbacks.append("no_session")
+            return turn
+        history = self._files(settings.tenant).get(settings.session)
+        if edits is None:
+            turn.tokens = history.as_applied(tokens)
+        forgotten_from = edits.forgotten_from() if edits is not None else None
+        turn.forgets = forgotten_from is not None or (settings.edits == "forget" and history.is_edited(turn.tokens))
+        turn.reuse = turn.reuse and not (turn.forgets or history.forgotten)
+        amortize = settings.edits == "amortize" or (settings.edits is None and history.amortize)
+        if settings.edits == "forget" or not (amortize or turn.wants_splice):
+            return turn
+        if not can_turn:
+            turn.fallbacks.append("splice_refused")
+            return turn
+        held = history.held(turn.tokens, settings.session, reuse=turn.reuse, original=tokens, edits=edits)
+        if held is not None and held.edited_from is not None and held.edited_from < SINK:
+            turn.fallbacks.append("edit_in_sink")
+            held = None
+        elif held is None and turn.wants_splice:
+            turn.fallbacks.append("lineage_lost")
+        if held is not None and forgotten_from is not None:
+            held = held.until(forgotten_from)
+        turn.held = held
+        return turn
+
+    def lost(self, turn: Turn, plan: Plan, index: ChunkIndex) -> bool:
+        """Tell whether a plan lacks rows of the lineage because the store has them no more."""
+        if turn.held is None or any(segment.spliced for segment in plan.segments):
+            return False
+        begin = turn.held.inexact_from
+        return any(rows.end > begin and index.by_chain(rows.chunk) is None for rows in turn.held.rows)
+
+    def end(self, settings: RequestSettings, turn: Turn, plan: Plan, answer: Sequence[int]) -> None:
+        """Note what the session holds after a turn. `answer`: token ids whose KV was computed, without the last one."""
+        if settings.session is None or not settings.keep:
+            return
+        added = np.asarray(answer, np.int32)
+        tokens = np.concatenate([turn.tokens, added])
+        sent = None if turn.sent is turn.tokens or settings.directives else np.concatenate([turn.sent, added])
+        lineage = Lineage(tokens, self._rows(tokens, settings.tenant, plan), plan.marks)
+        branch = Branch(lineage, sent, time.time())
+
+        def change(history: History) -> None:
+            if turn.forgets:
+                history.forget()
+            history.add(branch)
+
+        self._files(settings.tenant).update(settings.session, change)
+
+    def _rows(self, tokens: Tokens, tenant: str, plan: Plan) -> tuple[Rows, ...]:
+        """Return where the KV of a history lies, or will lie once it is saved."""
+        taken = [
+            Rows(s.start, s.end, s.chunk, s.offset, s.start - s.turn)
+            for s in plan.segments
+            if s.reused or s.end <= plan.exact_end
+        ]
+        rows: list[Rows] = []
+        position = 0
+        own = [Rows(p.start, p.end, p.chain, 0, p.start) for p in pieces_of(tokens, tenant, self._chunks, plan)]
+        for start, end in [*((row.start, row.end) for row in taken), (len(tokens), len(tokens))]:
+            rows += [row.part(position, start) for row in own if row.start < start and position < row.end]
+            position = end
+        return tuple(sorted([*rows, *taken], key=lambda row: row.start))
+
+
+def directive_set(directives: Sequence[Sequence[Any]], num_tokens: int) -> DirectiveSet | None:
+    """Read directives as `RequestSettings` carry them. Raises `DirectiveError`."""
+    if not directives:
+        return None
+    return DirectiveSet(
+        (Directive(Span(start, end), tuple(ids), Mode(mode)) for start, end, ids, mode in directives), num_tokens
+    )

@@ -1,0 +1,194 @@
+"""Splices on real engines: an edited history is served from the session's rows, turned, and from nobody else's."""
+
+import random
+from itertools import count
+
+import pytest
+
+from ropewalk.cluster.bench.engine import Engine
+from ropewalk.cluster.bench.statistics import divergence
+from ropewalk.workloads.recall.task import make_header
+
+from .prompts import body_and_headers, english, prompt
+
+pytestmark = pytest.mark.engine
+
+MODELS = {
+    "smollm2": ("smollm2-135m", {"dtype": "bfloat16"}),
+    "recall-mla": ("recall-mla", {"dtype": "bfloat16"}),
+    "recall-mla-reference": ("recall-mla", {"dtype": "bfloat16", "attention_backend": "CPU_MLA"}),
+}
+SINK = 32
+SLACK = 40
+"""Tokens of a run that may be computed: up to a block's end."""
+
+_sessions = count()
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def case(request, start_engines, new_store):
+    model, arguments = MODELS[request.param]
+    return model, *start_engines(model, new_store(), settings={"min_run": 48}, **arguments)
+
+
+class Session:
+    """Asks as one session, each time with whatever else is given."""
+
+    def __init__(self, engine: Engine, **settings) -> None:
+        self.engine, self.name, self.settings = engine, f"session {next(_sessions)}", settings
+
+    def ask(self, tokens, **settings):
+        answer = self.engine.ask(
+            tokens, session=self.name, **{"max_tokens": 2, "ignore_eos": True, **self.settings, **settings}
+        )
+        self.engine.settle()
+        return answer
+
+
+def text(model: str, rng: random.Random, num_tokens: int) -> list[int]:
+    """Exactly so many tokens, whatever they say."""
+    return make_header(rng, num_tokens) if model == "recall-mla" else english(rng, num_tokens)
+
+
+def edited(tokens, *edits):
+    """Tokens with `(start, end, replacement)` carried out."""
+    for start, end, replacement in sorted(edits, reverse=True):
+        tokens = [*tokens[:start], *replacement, *tokens[end:]]
+    return tokens
+
+
+def test_a_replaced_span_costs_itself_and_what_follows_is_turned(case):
+    model, engine = case
+    body, make_header, questions = body_and_headers(model, random.Random(1), 1200)
+    session = Session(engine, edits="amortize")
+    tokens = [*make_header(100), *body]
+    session.ask([*tokens, *questions[0]])
+    stub = text(model, random.Random(2), 12)
+    answer = session.ask([*edited(tokens, (200, 500, stub)), *questions[1]])
+    assert answer.report.fallbacks == []
+    assert answer.report.tokens["spliced"] >= 800 - SLACK
+    assert answer.report.tokens["exact"] >= 160
+    assert {p.turn for p in answer.report.plan if p.source == "splice"} == {12 - 300}
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        [(32, 400, 0)],  # right behind the sink, nothing in its place
+        [(300, 300, 90)],  # insertion
+        [(301, 333, 64)],  # growth
+        [(150, 250, 5), (500, 620, 200), (900, 901, 1)],
+        [(1150, 1290, 3)],  # nearly at the end
+    ],
+)
+def test_edits_of_every_kind_leave_what_they_do_not_touch(case, edits):
+    model, engine = case
+    rng = random.Random(3)
+    tokens = prompt(model, rng, 1300)
+    session = Session(engine, edits="amortize")
+    session.ask(tokens)
+    changes = [(start, end, text(model, rng, length)) for start, end, length in edits]
+    asked = [*edited(tokens, *changes), *text(model, rng, 20)]
+    answer = session.ask(asked)
+    behind = [b - a for (_, a, _), (b, _, _) in zip(edits, [*edits[1:], (1300, 0, 0)], strict=True)]
+    expected = sum(length - SLACK for length in behind if length >= 96)
+    assert answer.report.tokens["spliced"] >= expected
+    assert sum(answer.report.tokens.values()) == len(asked)
+
+
+def test_edits_of_edits_turn_each_row_once_from_where_it_was_computed(case):
+    model, engine = case
+    rng = random.Random(4)
+    tokens = prompt(model, rng, 1300)
+    session = Session(engine, edits="amortize")
+    session.ask(tokens)
+    for number in range(1, 6):
+        tokens = edited(tokens, (200, 260, text(model, rng, 20)))
+        answer = session.ask([*tokens, *text(model, rng, 8)])
+        tail = max((p for p in answer.report.plan if p.source == "splice"), key=lambda p: p.end - p.start)
+        assert tail.turn == -40 * number
+        assert answer.report.tokens["spliced"] >= 1300 - 200 - 60 * number - SLACK
+
+
+def test_directives_and_edited_tokens_say_the_same(case):
+    model, engine = case
+    rng = random.Random(5)
+    tokens, stub, end = prompt(model, rng, 900), text(model, rng, 10), text(model, rng, 20)
+    by_client, by_server = Session(engine, edits="amortize"), Session(engine)
+    for session in (by_client, by_server):
+        session.ask(tokens)
+    one = by_client.ask([*edited(tokens, (300, 420, stub)), *end])
+    two = by_server.ask([*tokens, *end], directives=[[300, 420, stub, "amortize"]])
+    assert one.token_ids == two.token_ids
+    assert one.report.tokens == two.report.tokens
+    assert two.report.tokens["spliced"] >= 480 - SLACK
+    assert two.report.num_prompt_tokens == 900 - 110 + len(end)
+
+
+def test_nobody_else_is_served_what_a_splice_left(case):
+    model, engine = case
+    rng = random.Random(6)
+    tokens, end = prompt(model, rng, 900), text(model, rng, 20)
+    session = Session(engine, edits="amortize")
+    session.ask(tokens)
+    asked = [*edited(tokens, (200, 500, text(model, rng, 9))), *end]
+    spliced = session.ask(asked, max_tokens=40)
+    assert spliced.report.tokens["spliced"] > 300
+    following = [*asked, *spliced.token_ids, *end]
+    for number, asks in enumerate(({}, {"edits": "amortize"}, {"edits": "forget"})):
+        # Each goes on from the splice with another word, or it would find what the one before has computed.
+        answer = Session(engine, **asks).ask([*asked, *spliced.token_ids, number, *end])
+        assert answer.report.tokens["spliced"] == answer.report.tokens["reused"] == 0
+        assert number or answer.num_cached <= 200 + 9 + SLACK
+    alone = engine.ask(following, tenant="fresh", max_tokens=1, logprobs=True)
+    answer = engine.ask(following, max_tokens=1, logprobs=True)
+    assert divergence(alone.first_logprobs, answer.first_logprobs) < 0.02
+
+
+def test_the_next_turn_goes_on_from_the_splice(case):
+    model, engine = case
+    rng = random.Random(7)
+    tokens = prompt(model, rng, 900)
+    session = Session(engine, edits="amortize")
+    session.ask(tokens)
+    asked = [*edited(tokens, (200, 500, text(model, rng, 9))), *text(model, rng, 20)]
+    first = session.ask(asked, max_tokens=60)
+    answer = session.ask([*asked, *first.token_ids, *text(model, rng, 20)])
+    assert answer.report.fallbacks == []
+    assert answer.num_cached >= len(asked) + 59 - SLACK
+    # A retry of the turn before is there, too, and so is the history before the edit.
+    assert session.ask([*asked, *text(model, rng, 20)]).num_cached >= len(asked) - SLACK
+    assert session.ask([*tokens, *text(model, rng, 20)]).report.tokens["exact"] >= len(tokens) - SLACK
+
+
+def test_a_forget_serves_nothing_that_was_computed_behind_the_removed_text(case):
+    model, engine = case
+    rng = random.Random(8)
+    tokens, end = prompt(model, rng, 900), text(model, rng, 20)
+    session = Session(engine, mode="reuse", edits="amortize")
+    session.ask(tokens)
+    answer = session.ask([*tokens, *end], edits=None, directives=[[200, 300, [], "forget"]])
+    assert answer.report.tokens["spliced"] == answer.report.tokens["reused"] == 0
+    assert answer.num_cached <= 200
+    later = session.ask([*edited(tokens, (200, 300, [])), *end, *answer.token_ids, *end])
+    assert later.report.tokens["spliced"] == later.report.tokens["reused"] == 0
+    assert "forgotten" in later.report.fallbacks
+
+
+def test_a_lost_lineage_is_said_and_the_prompt_computed(case):
+    model, engine = case
+    rng = random.Random(9)
+    tokens, end = prompt(model, rng, 700), text(model, rng, 20)
+    answer = Session(engine).ask([*tokens, *end], directives=[[200, 300, [], "amortize"]])
+    assert answer.report.fallbacks == ["lineage_lost"]
+    assert answer.report.tokens["computed"] == 620
+
+
+def test_directives_that_do_not_fit_are_refused_and_nothing_changes(case):
+    from vllm.exceptions import VLLMValidationError
+
+    _, engine = case
+    session = Session(engine)
+    with pytest.raises(VLLMValidationError, match=r"directives\[0\] \[10, 50\) begins inside") as error:
+        session.ask(prompt("recall-mla", random.Random(1), 100), directives=[[10, 50, [], "amortize"]])
+    assert error.value.parameter == "ropewalk.directives[0].span"
