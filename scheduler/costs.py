@@ -5,10 +5,10 @@ A prompt's first token takes about
     overhead + per_token * n + per_stage * s + per_cached * m + per_pair * n * (m + n / 2)    seconds
 
 for `n` computed tokens, `s` stages and `m` cached tokens, which are loaded; computed tokens attend to all before them.
-A run from the store saves at least the difference of `per_token` and `per_cached` for each of its tokens and costs a
-stage, so it pays from `per_stage / (per_token - per_cached)` tokens on. (Without the last two terms, the time that long
-runs take to load, or that attention to them takes, would pass for the cost of a stage: the more is reused, the less
-would seem worth it.)
+A run from the store saves the difference of `per_token` and `per_cached` for each of its tokens, and the pairs of its
+tokens with all before them. At a prompt's beginning it pays from `per_stage / (per_token - per_cached)` tokens on.
+(Without the last two terms, the time that long runs take to load, or that attention to them takes, would pass for the
+cost of a stage: the more is reused, the less would seem worth it.)
 """
 
 from __future__ import annotations
@@ -93,8 +93,14 @@ class StageCost:
 
     @property
     def min_run(self) -> int:
-        """Shortest run, in tokens, that is worth a stage."""
+        """Shortest run, in tokens, that is worth a stage at the beginning of a prompt."""
         return round(self._run)
+
+    @property
+    def per_position(self) -> float:
+        """What attention to one position costs a token, as a share of what computing it costs otherwise."""
+        saved = self.per_token_s - max(self.per_cached_s, 0.0)
+        return max(float(self._costs[4]), 0.0) / saved if saved > 0 else 0.0
 
     @property
     def _short_s(self) -> float:

@@ -73,7 +73,8 @@ class ChunkIndex(Protocol):
 
 @dataclass(frozen=True)
 class PlannerSettings:
-    """`carve_out`: positions below it are never reused. `min_run`: shortest run, in tokens, that is worth a stage.
+    """`carve_out`: positions below it are never reused. `min_run`: shortest run, in tokens, that is worth a stage at a
+    prompt's beginning; `per_position`: what attention to one position costs a token, as a share of its other costs.
     `block_size`: of vLLM's prefix cache, in tokens; None when it has none. `boundary`: tokens at the beginning of each
     stretch from one source that are computed although they are stored. `second_pass`: look misses up once more,
     at anchors inside chunks.
@@ -82,9 +83,14 @@ class PlannerSettings:
     chunks: ChunkSizes = field(default_factory=ChunkSizes)
     carve_out: int = 32
     min_run: int = 64
+    per_position: float = 0.0
     block_size: int | None = None
     boundary: int = 0
     second_pass: bool = True
+
+    def is_worth_a_stage(self, start: int, end: int) -> bool:
+        """Tell whether taking positions `[start, end)` from the store saves more than the stage before them costs."""
+        return (end - start) * (1 + self.per_position * (start + end) / 2) >= self.min_run
 
     def __post_init__(self) -> None:
         if self.carve_out < 0:
@@ -412,7 +418,7 @@ def _worthwhile(
             if run and settings.block_size is not None and run[0].start > gap_start:
                 run = _from(run, -(-run[0].start // settings.block_size) * settings.block_size)
             # Where nothing is to be computed before it, a run costs no stage.
-            if run and (run[-1].end - run[0].start >= settings.min_run or run[0].start == gap_start):
+            if run and (run[0].start == gap_start or settings.is_worth_a_stage(run[0].start, run[-1].end)):
                 runs.append(run)
     return runs
 

@@ -297,7 +297,8 @@ class PlannedEngine:
             reuse, held = False, None
         store = self._store(settings.tenant)
         boundary = self._planner.boundary if settings.boundary is None else settings.boundary
-        planner = replace(self._planner, min_run=self._min_run(), boundary=boundary)
+        per_position = self._cost.per_position if self._settings.min_run is None else 0.0
+        planner = replace(self._planner, min_run=self._min_run(), per_position=per_position, boundary=boundary)
         try:
             plan = make_plan(tokens, settings.tenant, store, planner, reuse=reuse, held=held)
             if self._sessions.lost(turn, plan, store):

@@ -93,3 +93,15 @@ def test_attention_to_long_prompts_is_not_taken_for_the_cost_of_a_stage():
             s = int(m > 0)
             cost.observe(n, s, m, 0.012 + 4e-5 * n + 3e-3 * s + 3e-6 * m + 1e-8 * n * (m + n / 2))
         assert 50 <= cost.min_run <= 100
+
+
+def test_what_attention_to_a_position_costs_is_found():
+    rng = random.Random(2)
+    cost = StageCost(initial_run=32)
+    for _ in range(200):
+        n, m = rng.randrange(60, 1500), rng.choice([0, 0, 500, 2000, 4000])
+        s = int(m > 0)
+        seconds = 0.02 + 1e-4 * n + 5e-3 * s + 1e-5 * m + 2e-7 * n * (m + n / 2)
+        cost.observe(n, s, m, seconds * rng.uniform(0.97, 1.03))
+    assert 1.5e-3 < cost.per_position < 3e-3
+    assert StageCost(initial_run=32).per_position == 0.0

@@ -73,7 +73,7 @@ def check(plan: Plan, tokens: np.ndarray, index: MemoryIndex, settings: PlannerS
             assert segment.start >= settings.carve_out
     gap_starts = [plan.exact_end, *(end for _, end in plan.runs)]
     assert all(
-        end - start >= settings.min_run or start == gap_start
+        start == gap_start or settings.is_worth_a_stage(start, end)
         for gap_start, (start, end) in zip(gap_starts, plan.runs, strict=False)
     )
     assert plan.batched == (settings.block_size is not None)
@@ -90,6 +90,13 @@ def serve(tokens: np.ndarray, index: MemoryIndex, settings: PlannerSettings, *, 
     check(plan, tokens, index, settings)
     index.save(tokens, plan, settings)
     return plan
+
+
+def test_a_run_is_worth_more_where_more_stands_before_it():
+    planner = PlannerSettings(min_run=300, per_position=0.001)
+    assert not planner.is_worth_a_stage(100, 300)
+    assert planner.is_worth_a_stage(1000, 1200)
+    assert not replace(planner, per_position=0.0).is_worth_a_stage(1000, 1200)
 
 
 def test_texts_that_are_too_short_alone_are_taken_together_where_they_adjoin():
