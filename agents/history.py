@@ -7,14 +7,12 @@ or from an edited history, is a branch of its own; the old one stays until it is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-import numpy as np
-
-from ropewalk.agents.directives import DirectiveSet
-from ropewalk.agents.edits import matches
+from ropewalk.agents.directives import DirectiveSet, Mode
+from ropewalk.agents.edits import detect_edits, matches
 from ropewalk.agents.lineage import Held, Lineage, Match, carry
-from ropewalk.kernels.keys import Tokens, common_prefix
+from ropewalk.kernels.keys import Tokens, as_tokens, common_prefix
 
 MAX_BRANCHES = 8
 """Branches kept a session; the one that was not used longest goes first."""
@@ -67,11 +65,15 @@ class History:
         )
 
     def as_applied(self, tokens: Tokens) -> Tokens:
-        """Return a prompt with the directives applied that were given for this session and that it still lacks."""
+        """Return a prompt with those edits carried out that were applied to this session and that it still lacks."""
         for branch in self.branches:
-            sent = branch.sent
-            if sent is not None and len(sent) <= len(tokens) and common_prefix(sent, tokens) == len(sent):
-                return np.concatenate([branch.lineage.tokens, tokens[len(sent) :]])
+            if branch.sent is None:
+                continue
+            length = common_prefix(branch.sent, tokens)
+            edits = [edit for edit in detect_edits(branch.sent, branch.lineage.tokens) if edit.span.end <= length]
+            if edits and length > common_prefix(branch.lineage.tokens, tokens):
+                forgets = (replace(edit, mode=Mode.FORGET) for edit in edits)  # whose mode does not matter here
+                return as_tokens(DirectiveSet(forgets, len(tokens)).apply(tokens.tolist()))
         return tokens
 
     def held(

@@ -85,6 +85,8 @@ class ModelConfig(_Settings):
     replicas: int = Field(default=1, ge=1)
     plain: bool = False
     reuse: Literal["exact", "reuse"] = "exact"
+    edits: Literal["amortize", "forget"] | None = None
+    policies: list[str] = []
     max_model_len: int | None = Field(default=None, ge=64)
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     cpus_per_replica: int | None = Field(default=None, ge=1)

@@ -13,7 +13,7 @@ import logging
 import time
 import uuid
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -25,12 +25,13 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from ropewalk.agents.directives import DirectiveError
+from ropewalk.agents.lineage import REUSE
 from ropewalk.cluster.engine.facts import EngineFacts, engine_facts
 from ropewalk.cluster.engine.pending import PendingSaves, heads_of
 from ropewalk.cluster.engine.probe import PROBE_LENGTH, objection, turn_errors
 from ropewalk.cluster.engine.request import PARAMS_KEY, RequestReport, RequestSettings, describe
 from ropewalk.cluster.engine.rotary import find_rotary
-from ropewalk.cluster.engine.sessions import Sessions, Turn
+from ropewalk.cluster.engine.sessions import Sessions, Turn, directive_set
 from ropewalk.cluster.engine.settings import EngineSettings
 from ropewalk.cluster.engine.stores import OpenStores
 from ropewalk.cluster.store.chunk import ChunkCorrupt
@@ -81,7 +82,7 @@ class PlannedEngine:
         self._engine_counters: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._pending = PendingSaves()
         self._session_files: dict[str, SessionFiles] = {}
-        self._sessions = Sessions(self._files, self._planner.chunks)
+        self.sessions = Sessions(self._files, self._planner.chunks)
         self._cost = self._new_cost()
         self._num_running = 0
         self._num_started = 0
@@ -141,6 +142,23 @@ class PlannedEngine:
             self._reuse_refused = refused
             self._prepared = True
 
+    async def apply_directives(self, session: str, directives: Sequence[Sequence[Any]]) -> dict[str, Any]:
+        """Edit what a session of the default tenant holds, now, so that its next turn finds that done.
+
+        Spans are positions in the history that it used last. Returns a report, JSON-able. Raises `DirectiveError`, and
+        `KeyError` for a session that is not known.
+        """
+        settings = RequestSettings(session=session, edits="amortize", directives=directives, apply=True)
+        tokens = self.sessions.tokens(settings.tenant, session)
+        directive_set(directives, len(tokens))
+        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+        params.extra_args = {"kv_transfer_params": {PARAMS_KEY: settings.to_params()}}
+        prompt = tokens_input(tokens.tolist())
+        async for _ in self.generate(prompt, params, f"directives-{uuid.uuid4().hex}"):
+            pass
+        (report,) = self.pop_reports(settings.key)
+        return {"session": session, **report.to_dict()}
+
     # The request path
 
     async def generate(
@@ -184,7 +202,7 @@ class PlannedEngine:
                 async for output in planned:
                     answer.add(output)
                     if output.finished:
-                        self._sessions.end(settings, turn, plan, answer.computed)
+                        self.sessions.end(settings, turn, plan, answer.computed)
                     yield output
         finally:
             self._num_running -= 1
@@ -264,7 +282,7 @@ class PlannedEngine:
 
     def _begin_turn(self, tokens: Tokens, settings: RequestSettings) -> Turn:
         try:
-            return self._sessions.begin(settings, tokens, can_turn=self._reuse_refused is None)
+            return self.sessions.begin(settings, tokens, can_turn=self._reuse_refused is None)
         except DirectiveError as error:
             raise VLLMValidationError(str(error), parameter=f"ropewalk.{error.field}") from error
 
@@ -301,7 +319,7 @@ class PlannedEngine:
         planner = replace(self._planner, min_run=self._min_run(), per_position=per_position, boundary=boundary)
         try:
             plan = make_plan(tokens, settings.tenant, store, planner, reuse=reuse, held=held)
-            if self._sessions.lost(turn, plan, store):
+            if self.sessions.lost(turn, plan, store):
                 report.fallbacks.append("lineage_lost")
             first = plan.first_inexact
             inexact = [n for n in (*plan.stages, plan.num_tokens) if first is not None and first < n]
@@ -389,6 +407,7 @@ class PlannedEngine:
         exact = cached - spliced - reused
         report.tokens = {"computed": num_tokens - cached, "exact": exact, "reused": reused, "spliced": spliced}
         report.plan = describe(plan)
+        report.lineage = next((mark.label for mark in reversed(plan.marks) if mark.label != REUSE), None)
         for kind, count in report.tokens.items():
             self._counters[f"tokens_{kind}"] += count
         self._counters["requests"] += 1

@@ -27,7 +27,8 @@ class RequestSettings:
 
     `session` names the conversation. `edits` says what it means that its history has changed: `amortize` splices,
     `forget` computes everything from the change on and drops what was held; None is as the session was told before,
-    else a new prompt like any other. `directives` are `[start, end, replacement ids, mode]` each.
+    else a new prompt like any other. `directives` are `[start, end, replacement ids, mode]` each; with `apply`, they
+    hold from now on: the client's later prompts are edited likewise.
 
     The rest is for studies of quality, and never set by the HTTP layer. `rotate=False` takes reused keys as they were
     computed, at the wrong positions. `boundary` overrides how many tokens at the beginning of each reused stretch are
@@ -42,6 +43,7 @@ class RequestSettings:
     explain: bool = False
     edits: Edits | None = None
     directives: Sequence[Sequence[Any]] = ()
+    apply: bool = False
     rotate: bool = True
     boundary: int | None = None
     keep: bool = True
@@ -87,10 +89,11 @@ class RequestReport:
     """What happened to one prompt. `tokens` counts prompt tokens, and its four values sum to `num_prompt_tokens`.
 
     `computed` were prefilled, `exact` came from a cache that equals a prefill, `reused` came from position-independent
-    chunks, `spliced` from a splice. Counts follow vLLM's own accounting (`num_cached_tokens` of the answer).
+    chunks, `spliced` from the session's `lineage`. Counts follow vLLM's own accounting (`num_cached_tokens`).
     """
 
     mode: Mode
+    lineage: str | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_stages: int = 0

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ropewalk.agents.directives import SINK, Directive, DirectiveSet, Mode, Span
-from ropewalk.agents.history import Branch, History
+from ropewalk.agents.history import Branch, History, tree
 from ropewalk.agents.lineage import Held, Lineage, Rows
 from ropewalk.cluster.engine.request import RequestSettings
 from ropewalk.cluster.engine.saves import pieces_of
@@ -46,6 +46,48 @@ class Sessions:
         self._files = files
         self._chunks = chunks
 
+    def names(self, tenant: str) -> list[str]:
+        """Return the tenant's sessions, most recently used first."""
+        return self._files(tenant).names()
+
+    def delete(self, tenant: str, session: str) -> bool:
+        """Forget a session; False when it is not known."""
+        return self._files(tenant).delete(session)
+
+    def tokens(self, tenant: str, session: str) -> Tokens:
+        """Return the history that a session used last. Raises `KeyError` when it is not known."""
+        branches = self._files(tenant).get(session).branches
+        if not branches:
+            raise KeyError(session)
+        return branches[0].lineage.tokens
+
+    def describe(self, tenant: str, session: str) -> dict[str, Any] | None:
+        """Return what a session holds, JSON-able; None when it is not known."""
+        history = self._files(tenant).get(session)
+        if not history.branches and not history.forgotten:
+            return None
+        branches = []
+        for branch, (parent, shared) in zip(history.branches, tree(history.branches), strict=True):
+            lineage = branch.lineage
+            inexact = lineage.marks[0].start if lineage.marks else len(lineage.tokens)
+            branches.append(
+                {
+                    "num_tokens": len(lineage.tokens),
+                    "num_tokens_with_kv": sum(rows.end - rows.start for rows in lineage.rows),
+                    "exact_until": inexact,
+                    "lineage": lineage.marks[-1].label if lineage.marks else None,
+                    "branches_from": parent,
+                    "branches_at": shared,
+                    "used_s": branch.used_s,
+                }
+            )
+        return {
+            "session": session,
+            "edits": "amortize" if history.amortize else None,
+            "forgotten": history.forgotten,
+            "branches": branches,
+        }
+
     def begin(self, settings: RequestSettings, tokens: Tokens, *, can_turn: bool) -> Turn:
         """Resolve one request. `can_turn`: the model's keys can be turned. Raises `DirectiveError`."""
         turn = Turn(tokens, tokens, reuse=settings.mode == "reuse")
@@ -60,6 +102,8 @@ class Sessions:
         history = self._files(settings.tenant).get(settings.session)
         if edits is None:
             turn.tokens = history.as_applied(tokens)
+        elif settings.apply and history.branches and history.branches[0].sent is not None:
+            turn.sent = history.branches[0].sent
         forgotten_from = edits.forgotten_from() if edits is not None else None
         turn.forgets = forgotten_from is not None or (settings.edits == "forget" and history.is_edited(turn.tokens))
         turn.reuse = turn.reuse and not (turn.forgets or history.forgotten)
@@ -93,13 +137,15 @@ class Sessions:
             return
         added = np.asarray(answer, np.int32)
         tokens = np.concatenate([turn.tokens, added])
-        sent = None if turn.sent is turn.tokens or settings.directives else np.concatenate([turn.sent, added])
+        is_edited_here = turn.sent is not turn.tokens and (settings.apply or not settings.directives)
+        sent = np.concatenate([turn.sent, added]) if is_edited_here else None
         lineage = Lineage(tokens, self._rows(tokens, settings.tenant, plan), plan.marks)
         branch = Branch(lineage, sent, time.time())
 
         def change(history: History) -> None:
             if turn.forgets:
                 history.forget()
+            history.amortize |= settings.apply and turn.wants_splice
             history.add(branch)
 
         self._files(settings.tenant).update(settings.session, change)

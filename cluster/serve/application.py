@@ -180,6 +180,8 @@ def _model_deployment(config: ClusterConfig, model: ModelConfig, llm_config: LLM
         bind_kwargs = {
             "engine_settings": engine_settings(config, model, store_root),
             "default_mode": model.reuse,
+            "default_edits": model.edits,
+            "policies": model.policies,
             "scheduler": scheduler_settings(config),
         }
     return build_llm_deployment(

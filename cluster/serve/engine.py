@@ -10,6 +10,7 @@ from typing import Any
 
 from ray.llm._internal.common.callbacks.base import CallbackBase
 from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
+from vllm.tokenizers.registry import cached_tokenizer_from_config
 
 from ropewalk.cluster.engine.planned import PlannedEngine, wrap_engine
 from ropewalk.cluster.engine.request import RequestReport
@@ -27,6 +28,12 @@ class PlainEngine(VLLMEngine):
     and the two spin on shared memory while they wait for each other: on few cores they take them from the model.
     """
 
+    async def start(self) -> None:
+        """Start the engine, with the tokenization that Ray 2.60 looks for under a name that vLLM 0.29 gave up."""
+        await super().start()
+        if self._oai_serving_tokenization is None:
+            self._oai_serving_tokenization = getattr(self._app_state, "serving_tokenization", None)
+
     def _start_async_llm_engine(self, vllm_engine_args: Any, vllm_engine_config: Any, placement_group: Any) -> Any:
         parallel = vllm_engine_config.parallel_config
         if vllm_engine_config.device_config.device_type == "cpu" and parallel.world_size == 1:
@@ -40,11 +47,13 @@ class AgentEngine(PlainEngine):
     def __init__(self, llm_config: Any, *, settings: EngineSettings) -> None:
         super().__init__(llm_config)
         self._settings = settings
+        self._tokenizer: Any = None
         self.planned: PlannedEngine | None = None
 
     def _start_async_llm_engine(self, vllm_engine_args: Any, vllm_engine_config: Any, placement_group: Any) -> Any:
         settings = resolve_markers(self._settings, vllm_engine_config)
         client = super()._start_async_llm_engine(vllm_engine_args, vllm_engine_config, placement_group)
+        self._tokenizer = cached_tokenizer_from_config(vllm_engine_config.model_config)
         self.planned = wrap_engine(client, vllm_engine_config, settings)
         return self.planned
 
@@ -53,6 +62,10 @@ class AgentEngine(PlainEngine):
         await super().start()
         if self.planned is not None:
             await self.planned.prepare()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, without special tokens."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def pop_reports(self, key: str) -> list[RequestReport]:
         """What happened to the request with this key, one report a prompt."""

@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from ropewalk.cluster.engine.request import RequestReport, RequestSettings
+from ropewalk.cluster.serve.edits import Applied
 
 DONE = "data: [DONE]"
 
 
-def explanation(settings: RequestSettings, reports: Sequence[RequestReport]) -> dict[str, Any]:
+def explanation(settings: RequestSettings, reports: Sequence[RequestReport], applied: Applied) -> dict[str, Any]:
     """Build the field from the engine's reports, one a prompt.
 
     `tokens` sums over the prompts and `fallbacks` collects their reasons; `plan` is that of a single prompt, and a list
@@ -19,7 +20,7 @@ def explanation(settings: RequestSettings, reports: Sequence[RequestReport]) -> 
     """
     tokens = {"computed": 0, "exact": 0, "reused": 0, "spliced": 0}
     plans: list[Any] = []
-    fallbacks: list[str] = [] if reports else ["not_planned"]
+    fallbacks = [*applied.fallbacks, *([] if reports else ["not_planned"])]
     for report in reports:
         values = report.to_dict()
         for name, count in values["tokens"].items():
@@ -28,6 +29,7 @@ def explanation(settings: RequestSettings, reports: Sequence[RequestReport]) -> 
         fallbacks.extend(reason for reason in values["fallbacks"] if reason not in fallbacks)
     return {
         "session": settings.session,
+        "lineage": next((report.lineage for report in reports if report.lineage), None),
         "agent": settings.agent,
         "mode": settings.mode,
         "plan": plans[0] if len(plans) == 1 else plans,

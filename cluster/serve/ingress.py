@@ -7,11 +7,13 @@ import pickle
 import time
 import uuid
 from argparse import Namespace
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
 import ray
 from fastapi import Depends, FastAPI, Request
+from pydantic import BaseModel, ConfigDict, Field
 from ray.llm._internal.serve.core.configs.openai_api_models import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -32,11 +34,21 @@ from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
 from ropewalk.cluster.serve import metrics
 from ropewalk.cluster.serve.reasons import reasons_of
+from ropewalk.cluster.serve.server import SessionCall
 from ropewalk.scheduler.actor import SchedulerClient
 from ropewalk.scheduler.state import EMPTY_SNAPSHOT, SchedulerSettings, graph_payload
 
 STATUS_DEADLINE_S = 5.0
 """How long `GET /v1/replicas` waits for one busy replica before it is shown without details."""
+
+
+class DirectivesBody(BaseModel):
+    """Body of `POST /v1/sessions/{id}/directives`; `model` may be left out where one is served."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
+    directives: list[Any] = Field(min_length=1)
 
 
 class UnknownModelError(Exception):
@@ -143,6 +155,48 @@ class AgentIngress(OpenAiIngress):
             }
         )
 
+    async def sessions(self) -> Response:
+        """Sessions of all models, by the replicas' nodes."""
+        report = await self._replicas()
+        models = [model for model in report["models"] if not model["plain"]]
+        names: dict[str, list[str]] = {}
+        for model in models:
+            answers = await asyncio.gather(*(_ask(replica["actor"], "sessions") for replica in model["replicas"]))
+            names[model["name"]] = list(dict.fromkeys(name for a in answers for name in a.get("sessions", ())))
+        return JSONResponse({"models": [{"name": name, "sessions": known} for name, known in names.items()]})
+
+    async def session(self, session_id: str, request: Request, model: str | None = None) -> Response:
+        """What a session holds."""
+        return await self._session_call(request, session_id, model, "get")
+
+    async def delete_session(self, session_id: str, request: Request, model: str | None = None) -> Response:
+        """Forget a session."""
+        return await self._session_call(request, session_id, model, "delete")
+
+    async def apply_directives(self, session_id: str, body: DirectivesBody, request: Request) -> Response:
+        """Apply directives to what a session holds, now."""
+        return await self._session_call(request, session_id, body.model, "apply", body.directives)
+
+    async def _session_call(
+        self, request: Request, session_id: str, model: str | None, action: str, directives: Sequence[Any] = ()
+    ) -> Response:
+        if self._models[await self._get_model_id(model)]["plain"]:
+            raise UnknownModelError(model)
+        # The field is where routers look for the session.
+        body = SessionCall.model_validate(
+            {
+                "model": model,
+                "session": session_id,
+                "action": action,
+                "directives": directives,
+                "ropewalk": {"session": session_id},
+            }
+        )
+        async for answer in self._get_response(body=body, call_method="session", raw_request=request):
+            error = answer.get("error")
+            return JSONResponse(answer, status_code=error["code"] if error else 200)
+        raise UnknownModelError(model)
+
     async def metrics(self) -> Response:
         """Ropewalk's counters and gauges of all replicas, for Prometheus."""
         report = await self._replicas_with_details()
@@ -209,6 +263,10 @@ ENDPOINTS = {
     "replicas": lambda app: app.get("/v1/replicas"),
     "agents": lambda app: app.get("/v1/agents"),
     "store": lambda app: app.get("/v1/store"),
+    "sessions": lambda app: app.get("/v1/sessions"),
+    "session": lambda app: app.get("/v1/sessions/{session_id}"),
+    "delete_session": lambda app: app.delete("/v1/sessions/{session_id}"),
+    "apply_directives": lambda app: app.post("/v1/sessions/{session_id}/directives"),
     "metrics": lambda app: app.get("/metrics"),
 }
 

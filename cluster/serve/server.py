@@ -4,24 +4,53 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Literal
 
 import ray
+from pydantic import BaseModel, ConfigDict
 from ray import serve
 from ray.llm._internal.serve.core.configs.openai_api_models import ErrorInfo, ErrorResponse
 from ray.llm._internal.serve.core.server.llm_server import LLMServer
+from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest, TokenizeCompletionRequest
 
-from ropewalk.cluster.engine.request import PARAMS_KEY, Mode, RequestReport, RequestSettings
+from ropewalk.agents.directives import DirectiveError
+from ropewalk.agents.policies import load_policy
+from ropewalk.cluster.engine.request import PARAMS_KEY, Edits, Mode, RequestReport, RequestSettings
 from ropewalk.cluster.engine.settings import EngineSettings
+from ropewalk.cluster.serve.edits import RequestEditor, Tokenizing, as_params, read_directives
 from ropewalk.cluster.serve.engine import AgentEngine, PlainEngine
 from ropewalk.cluster.serve.explain import explain_stream, explanation
 from ropewalk.cluster.serve.observer import Observer
-from ropewalk.cluster.serve.settings import RESERVED_FIELDS, RequestRefused, read_settings
+from ropewalk.cluster.serve.settings import FIELD, RESERVED_FIELDS, RequestRefused, read_settings
 from ropewalk.scheduler.state import SchedulerSettings
 
 ENGINE_STOP_S = 3.0
 """Time that the engine's processes get to end by themselves: less than Ray Serve gives the replica."""
+
+
+DEFAULT_TENANT = RequestSettings().tenant
+
+
+class SessionCall(BaseModel):
+    """A call about a session, on its way from the ingress to the replica that has it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    session: str
+    action: Literal["get", "delete", "apply"]
+    directives: list[Any] = []
+
+
+def unknown_session(name: str) -> dict[str, Any]:
+    """OpenAI's error object for a session that is not known."""
+    return {
+        "message": f"The session `{name}` does not exist.",
+        "type": "NotFoundError",
+        "param": "session",
+        "code": 404,
+    }
 
 
 class PlainServer(LLMServer):
@@ -53,8 +82,13 @@ class AgentServer(LLMServer):
         engine_settings: EngineSettings,
         default_mode: Mode,
         scheduler: SchedulerSettings | None,
+        default_edits: Edits | None = None,
+        policies: Sequence[str] = (),
     ) -> None:
-        self._default_mode = default_mode
+        self._default_mode, self._default_edits = default_mode, default_edits
+        self._editor = RequestEditor(
+            Tokenizing(self._encode, self._num_prompt_tokens), [load_policy(path) for path in policies]
+        )
         self._observer: Observer | None = None
         if scheduler is not None:
             node = ray.get_runtime_context().get_node_id()
@@ -74,7 +108,8 @@ class AgentServer(LLMServer):
 
     async def _answer(self, request: Any, method: str, raw_request_info: Any) -> AsyncIterator[Any]:
         try:
-            settings = settings_of(request, raw_request_info, self._default_mode)
+            settings = settings_of(request, raw_request_info, self._default_mode, self._default_edits)
+            settings, applied = await self._editor.edit(request, settings)
         except RequestRefused as refused:
             yield ErrorResponse(error=ErrorInfo(**refused.error()))
             return
@@ -83,7 +118,7 @@ class AgentServer(LLMServer):
 
         def field() -> dict[str, Any]:
             reports.extend(self.engine.pop_reports(settings.key))
-            return explanation(settings, reports)
+            return explanation(settings, reports, applied)
 
         answer = await self._run_request(request, engine_method=method, raw_request_info=raw_request_info)
         answered = False
@@ -97,11 +132,57 @@ class AgentServer(LLMServer):
                     answered = not isinstance(response, ErrorResponse)
                     if answered and settings.explain:
                         response.ropewalk = field()
+                    if answered and applied.edits:
+                        response.context_management = {"applied_edits": applied.edits}
                     yield response
         finally:
             reports.extend(self.engine.pop_reports(settings.key))
             if answered and self._observer is not None:
                 self._observer.observe(request, settings, reports)
+
+    async def session(self, request: SessionCall, raw_request_info: Any = None) -> AsyncIterator[dict[str, Any]]:
+        """Look at a session (`get`), forget it (`delete`), or apply `directives` to what it holds; yields one answer.
+
+        An answer with `error` is OpenAI's error object.
+        """
+        planned, name = self.engine.planned, request.session
+        try:
+            if request.action == "delete":
+                yield {"session": name, "deleted": planned.sessions.delete(DEFAULT_TENANT, name)}
+                return
+            if request.action == "apply":
+                found = [self._editor.directive(one) for one in read_directives({FIELD: request.model_dump()})]
+                yield await planned.apply_directives(name, [as_params(one) for one in found])
+                return
+            about = planned.sessions.describe(DEFAULT_TENANT, name)
+            yield about if about is not None else {"error": unknown_session(name)}
+        except KeyError:
+            yield {"error": unknown_session(name)}
+        except DirectiveError as error:
+            yield {"error": RequestRefused(str(error), error.field).error()}
+        except RequestRefused as refused:
+            yield {"error": refused.error()}
+
+    async def sessions(self) -> dict[str, Any]:
+        """The sessions that this replica's node knows."""
+        return {"sessions": self.engine.planned.sessions.names(DEFAULT_TENANT)}
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self.engine.encode(text)
+        return ids
+
+    async def _num_prompt_tokens(self, request: Any) -> int:
+        """Tokens of the prompt as vLLM will render it. Raises `RequestRefused` for one that it would refuse."""
+        prompt = getattr(request, "prompt", None)
+        if isinstance(prompt, list) and prompt and all(isinstance(token, int) for token in prompt):
+            return len(prompt)
+        if prompt is not None and not isinstance(prompt, str):
+            raise RequestRefused("directives need a single prompt", "prompt")
+        async for answer in self.engine.tokenize(tokenize_request(request)):
+            if isinstance(answer, ErrorResponse):
+                raise RequestRefused(answer.error.message, answer.error.param)
+            return int(answer.count)
+        raise RequestRefused("the prompt could not be rendered")
 
     async def __del__(self) -> None:
         await super().__del__()
@@ -120,11 +201,20 @@ def end_engine(engine: Any) -> None:
         client.shutdown(timeout=ENGINE_STOP_S)
 
 
-def settings_of(request: Any, raw_request_info: Any, default_mode: Mode) -> RequestSettings:
+def tokenize_request(request: Any) -> Any:
+    """Return vLLM's request to render the prompt of a chat or completion request."""
+    wanted = TokenizeChatRequest if getattr(request, "messages", None) is not None else TokenizeCompletionRequest
+    names = wanted.model_fields.keys() & request.model_fields_set
+    return wanted(**{name: getattr(request, name) for name in names})
+
+
+def settings_of(
+    request: Any, raw_request_info: Any, default_mode: Mode, default_edits: Edits | None = None
+) -> RequestSettings:
     """Read a vLLM request object and its headers. Raises `RequestRefused`."""
     headers: Mapping[str, str] = raw_request_info.headers if raw_request_info is not None else {}
     reserved = {name: getattr(request, name, None) for name in RESERVED_FIELDS}
-    return read_settings(request.model_extra or {}, reserved, headers, default_mode)
+    return read_settings(request.model_extra or {}, reserved, headers, default_mode, default_edits)
 
 
 def replica_name() -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
 
-from ropewalk.cluster.engine.request import Mode, RequestSettings
+from ropewalk.cluster.engine.request import Edits, Mode, RequestSettings
 
 FIELD = "ropewalk"
 SESSION_HEADER = "x-session-id"
@@ -41,7 +41,7 @@ class RopewalkField(BaseModel):
     agent: Name | None = None
     reuse: Literal["exact", "reuse"] | None = None
     explain: bool = False
-    edits: Literal["forget", "amortize"] = "forget"
+    edits: Edits | None = None
     directives: list[Any] = []
 
 
@@ -50,6 +50,7 @@ def read_settings(
     reserved: Mapping[str, Any],
     headers: Mapping[str, str],
     default_mode: Mode,
+    default_edits: Edits | None = None,
 ) -> RequestSettings:
     """Turn what the client sent into settings for the engine, under a fresh key.
 
@@ -63,21 +64,13 @@ def read_settings(
                 f"Use the {FIELD!r} field, whose 'session' and 'reuse' say what may be shared.",
                 name,
             )
-    if extra.get("context_management") is not None:
-        raise RequestRefused("'context_management' is not supported yet by this version", "context_management")
-
     field = _validated(extra.get(FIELD))
-    if field.directives:
-        raise RequestRefused(f"'{FIELD}.directives' is not supported yet by this version", f"{FIELD}.directives")
-    if field.edits != "forget":
-        raise RequestRefused(
-            f"'{FIELD}.edits' = {field.edits!r} is not supported yet by this version; 'forget' is", f"{FIELD}.edits"
-        )
     return RequestSettings(
         mode=field.reuse or default_mode,
         session=field.session or _header(headers, SESSION_HEADER),
         agent=field.agent or _header(headers, AGENT_HEADER),
         explain=field.explain,
+        edits=field.edits or default_edits,
     )
 
 
@@ -99,11 +92,18 @@ def _validated(value: Any) -> RopewalkField:
         return RopewalkField.model_validate(value)
     except ValidationError as error:
         details = error.errors()[0]
-        where = ".".join([FIELD, *(str(part) for part in details["loc"])])
         if details["type"] == "extra_forbidden":
+            where = ".".join([FIELD, *(str(part) for part in details["loc"])])
             known = ", ".join(RopewalkField.model_fields)
             raise RequestRefused(f"'{where}' is unknown; '{FIELD}' knows {known}", where) from None
-        raise RequestRefused(f"'{where}': {details['msg']}, got {details['input']!r}", where) from None
+        raise refusal(error, FIELD) from None
+
+
+def refusal(error: ValidationError, field: str) -> RequestRefused:
+    """Say what pydantic found wrong inside `field` of a request: the first thing, its place and value."""
+    details = error.errors()[0]
+    where = ".".join([field, *(str(part) for part in details["loc"])])
+    return RequestRefused(f"'{where}': {details['msg']}, got {details['input']!r}", where)
 
 
 def _header(headers: Mapping[str, str], name: str) -> str | None:

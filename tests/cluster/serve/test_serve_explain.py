@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ropewalk.cluster.engine.request import PlannedRange, RequestReport, RequestSettings
+from ropewalk.cluster.serve.edits import Applied
 from ropewalk.cluster.serve.explain import explain_stream, explanation
 
 FIELD = {"tokens": {"computed": 3}}
@@ -80,7 +81,7 @@ def test_an_explanation_sums_tokens_over_prompts() -> None:
     second = RequestReport(
         "reuse", tokens={"computed": 1, "exact": 0, "reused": 64, "spliced": 0}, fallbacks=["a", "b"]
     )
-    told = explanation(RequestSettings(session="s", agent="coder", mode="reuse"), [first, second])
+    told = explanation(RequestSettings(session="s", agent="coder", mode="reuse"), [first, second], Applied())
     assert told["tokens"] == {"computed": 6, "exact": 32, "reused": 64, "spliced": 0}
     assert told["fallbacks"] == ["a", "b"]
     assert told["plan"] == [[], []]
@@ -89,6 +90,6 @@ def test_an_explanation_sums_tokens_over_prompts() -> None:
 
 def test_the_plan_of_a_single_prompt_is_a_flat_list() -> None:
     report = RequestReport("exact", plan=[PlannedRange(0, 32, "compute")])
-    told = explanation(RequestSettings(), [report])
+    told = explanation(RequestSettings(), [report], Applied())
     assert told["plan"] == [{"start": 0, "end": 32, "source": "compute", "chunk": None, "turn": 0}]
     json.dumps(told)

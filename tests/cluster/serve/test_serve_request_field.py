@@ -77,18 +77,11 @@ def test_a_wrong_value_is_refused_with_the_name_of_its_field(field: Any, param: 
     assert refusal_of(field).param == param
 
 
-def test_what_is_not_there_yet_is_refused_not_ignored() -> None:
-    directive = {"span": {"start": 310, "end": 842}, "replacement": "", "mode": "amortize"}
-    for refused in (
-        refusal_of({"directives": [directive]}),
-        refusal_of({"edits": "amortize"}),
-        refusal_of(context_management={"edits": []}),
-    ):
-        assert "not supported yet" in refused.message
-
-
-def test_edits_may_say_the_default() -> None:
-    assert settings_of({"edits": "forget"}).mode == "exact"
+def test_edits_may_be_said_or_left_to_the_model() -> None:
+    assert settings_of({"edits": "amortize"}).edits == "amortize"
+    assert settings_of().edits is None
+    assert read_settings({}, {}, {}, "exact", "amortize").edits == "amortize"
+    assert read_settings({"ropewalk": {"edits": "forget"}}, {}, {}, "exact", "amortize").edits == "forget"
 
 
 def test_a_header_that_is_too_long_is_refused() -> None:
