@@ -9,10 +9,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
 from ropewalk.cluster.bench.engine import Answer, Engine
-from ropewalk.cluster.bench.statistics import LogProbs, divergence
+from ropewalk.cluster.bench.reference import reference
+from ropewalk.cluster.bench.statistics import divergence
 from ropewalk.cluster.engine.facts import EngineFacts, engine_facts
 from ropewalk.cluster.engine.settings import EngineSettings, kv_transfer_config
 from ropewalk.cluster.models.tiny import VOCABULARY, Family, build
@@ -84,7 +83,7 @@ def examine(engine: Engine, family: Family) -> Findings:
     if status["reuse_refused"]:
         alone = engine.ask(tokens, tenant="alone", max_tokens=1, logprobs=True)
         return Findings(
-            status, first, reinjected, divergence(reference(model, tokens, tokens, []), alone.first_logprobs)
+            status, first, reinjected, divergence(reference(model, tokens, tokens, [], 0), alone.first_logprobs)
         )
 
     old, body, new = (_text(rng, length) for length in (OLD_HEADER, BODY, NEW_HEADER))
@@ -103,8 +102,8 @@ def examine(engine: Engine, family: Family) -> Findings:
         taken = [run for run in answer.report.plan if run.source == "reuse"]
         assert all(run.turn == NEW_HEADER - OLD_HEADER for run in taken), "not all of it comes from the source"
         runs = [(run.start, run.end) for run in taken]
-        truth = reference(model, source, target, runs)
-        prefill.append(divergence(reference(model, source, target, []), alone.first_logprobs))
+        truth = reference(model, source, target, runs, NEW_HEADER - OLD_HEADER)
+        prefill.append(divergence(reference(model, source, target, [], 0), alone.first_logprobs))
         turned.append(divergence(truth, answer.first_logprobs))
         unturned.append(divergence(truth, other.first_logprobs))
         reused = min(reused, answer.report.tokens["reused"])
@@ -119,34 +118,6 @@ def examine(engine: Engine, family: Family) -> Findings:
         reused,
         {"prefill": prefill, "turned": turned, "not turned": unturned},
     )
-
-
-def reference(model: Any, source: Sequence[int], target: Sequence[int], runs: Sequence[tuple[int, int]]) -> LogProbs:
-    """Log-probabilities `[V]` of the token after `target`, of which `runs` were computed inside `source`.
-
-    One forward pass, without a cache and without turning anything: `source` stands at the positions that its body has
-    in `target`, and a mask lets the tokens of `target` see those of its rows that are reused, and nothing else of it.
-
-           source: old header · body · question      causal
-           target: new header · (reused) · question  causal, and the reused rows of source
-    """
-    shift = len(target) - len(source)
-    reused = {position for start, end in runs for position in range(start, end)}
-    own = [position for position in range(len(target)) if position not in reused]
-    source_at = [position + shift for position in range(len(source))] if reused else []
-    positions = torch.tensor([*source_at, *own])
-    tokens = torch.tensor([*(source if reused else ()), *(target[position] for position in own)])
-    num_source = len(source_at)
-    is_source = torch.arange(len(positions)) < num_source
-    is_reused = torch.tensor([index < num_source and int(p) in reused for index, p in enumerate(positions)])
-    causal = positions.unsqueeze(1) >= positions.unsqueeze(0)
-    visible = torch.where(is_source.unsqueeze(1), is_source, is_reused | ~is_source)
-    mask = torch.where(causal & visible, 0.0, torch.finfo(torch.float32).min)
-    positions = positions - min(0, int(positions.min()))  # only distances enter
-    with torch.no_grad():
-        out = model(tokens[None], attention_mask=mask[None, None], position_ids=positions[None], use_cache=False)
-    log_probs: LogProbs = out.logits[0, -1].log_softmax(-1).numpy()
-    return log_probs
 
 
 def _text(rng: random.Random, length: int) -> list[int]:

@@ -71,7 +71,7 @@ def longest_prompt(lengths: Sequence[int], pattern_length: int) -> int:
     return max(*lengths, pattern_length + ROOM) + ROOM
 
 
-def lengths_for(model: str, args: argparse.Namespace) -> list[int]:
+def lengths_for(model: str, args: argparse.Namespace, default: Sequence[int] = LENGTHS) -> list[int]:
     """Return the body lengths for a model. Raises `UserError` when it is not there, or has too few positions."""
     try:
         config = Path(resolve(model)) / "config.json"
@@ -79,7 +79,7 @@ def lengths_for(model: str, args: argparse.Namespace) -> list[int]:
         raise UserError(f"--models: {error}") from None
     longest = json.loads(config.read_text()).get("max_position_embeddings") if config.is_file() else None
     lengths = args.lengths or [
-        length for length in LENGTHS if longest is None or longest_prompt([length], args.pattern_length) <= longest
+        length for length in default if longest is None or longest_prompt([length], args.pattern_length) <= longest
     ]
     needed = longest_prompt(lengths or [0], args.pattern_length)
     if longest is not None and needed > longest:

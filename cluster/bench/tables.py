@@ -26,6 +26,31 @@ def print_report(report: Mapping[str, Any]) -> None:
             console.print(table)
 
 
+def print_splices(report: Mapping[str, Any]) -> None:
+    """Print what `ropewalk bench splice` found."""
+    console = Console()
+    for model, found in report["models"].items():
+        if (faithful := found.get("faithfulness")) is not None:
+            table = _table(f"{model}: splices against the float32 reference", "what", "figure")
+            table.add_row("prompts (near-ties set aside)", f"{faithful['prompts']} ({faithful['near_ties']})")
+            table.add_row("same first token", share_text(faithful["same_first_token"]))
+            table.add_row("KL, mean", number(faithful["kl"]["mean"], ".1e"))
+            table.add_row("of the text behind the edit, spliced", number(faithful["spliced_share"]["mean"], ".0%"))
+            for answer, times in faithful["follows"].items():
+                table.add_row(f"where they differ, follows {answer}", str(times))
+            console.print(table)
+        if found["edits"]:
+            title = f"{model}: first token after an edit, by tokens behind it"
+            table = _table(title, "tokens", "spliced", "plain prefill", "splice", "ratio")
+            for entry in found["edits"]:
+                times = entry["ttft"]
+                spliced = f"{times['spliced_share']['median']:.1%}"
+                plain, ours = milliseconds(times["prefill_s"]), milliseconds(times["splice_s"])
+                table.add_row(str(entry["length"]), spliced, plain, ours, f"{entry['ttft_ratio']:.1f}x")
+            console.print(table)
+            _print_arms(console, model, [(f"{e['length']} tokens", e["arms"]) for e in found["edits"]])
+
+
 def _print_lengths(console: Console, model: str, entries: Sequence[Mapping[str, Any]]) -> None:
     table = _table(
         f"{model}: a body behind a changed header", "tokens", "recovered", "plain vLLM TTFT", "Ropewalk TTFT", "ratio"
@@ -58,7 +83,7 @@ def _print_arms(console: Console, model: str, rows: Sequence[tuple[str, Mapping[
             greedy = entry["greedy"]
             num_greedy = greedy["same"] + greedy["divergence_position"]["count"]
             table.add_row(
-                label if arm == "full" else "",
+                label if arm in ("full", "prefill") else "",
                 arm.replace("boundary-", "k = "),
                 str(entry["kl_first"]["count"]),
                 number(entry["recovered_share"]["mean"], ".0%"),

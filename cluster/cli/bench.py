@@ -6,15 +6,15 @@ import argparse
 import importlib
 from typing import Any
 
-STUDIES = ("reuse", "roc")
+STUDIES = ("reuse", "roc", "splice")
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Register the subcommand with its studies."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "bench",
-        help="measure what reuse saves and what it changes",
-        description="Measure on real engines in this process what reuse saves and what it changes.",
+        help="measure what reuse and splices save and what they change",
+        description="Measure on real engines in this process what reuse and splices save and what they change.",
     )
     studies = parser.add_subparsers(dest="study", required=True, metavar="STUDY")
     for name in STUDIES:

@@ -135,6 +135,8 @@ class Sessions:
         """Note what the session holds after a turn. `answer`: token ids whose KV was computed, without the last one."""
         if settings.session is None or not settings.keep:
             return
+        if not settings.rotate and any(segment.spliced for segment in plan.segments):
+            return  # a study's: these rows stand where they were computed, not where they should
         added = np.asarray(answer, np.int32)
         tokens = np.concatenate([turn.tokens, added])
         is_edited_here = turn.sent is not turn.tokens and (settings.apply or not settings.directives)

@@ -28,6 +28,8 @@ class PlainEngine(VLLMEngine):
     and the two spin on shared memory while they wait for each other: on few cores they take them from the model.
     """
 
+    _oai_serving_tokenization: Any
+
     async def start(self) -> None:
         """Start the engine, with the tokenization that Ray 2.60 looks for under a name that vLLM 0.29 gave up."""
         await super().start()

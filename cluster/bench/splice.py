@@ -1,0 +1,71 @@
+"""`ropewalk bench splice`: what an edited history costs with and without splices, and whether splices are faithful."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from ropewalk.cluster.bench.output import check_writable
+from ropewalk.cluster.bench.reuse import lengths_for
+from ropewalk.cluster.cli import UserError
+from ropewalk.cluster.models import EMBEDDED
+
+LENGTHS = (512, 2048, 6144)
+PARTS = ("faithfulness", "edits")
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Register the study."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "splice",
+        help="edits of a cached conversation: faithfulness to a float32 reference, time, recall behind the edit",
+        description=(
+            "Edit conversations in the middle, by splices and by plain vLLM's prefill of the edited prompt. "
+            "Prints tables; --json writes all figures."
+        ),
+    )
+    parser.add_argument(
+        "--models", nargs="+", default=list(EMBEDDED), metavar="SOURCE", help="default: the embedded ones"
+    )
+    parser.add_argument(
+        "--lengths",
+        nargs="+",
+        type=int,
+        metavar="TOKENS",
+        help=f"of what follows an edit (default: {' '.join(map(str, LENGTHS))}, as far as the model has positions)",
+    )
+    parser.add_argument("--skip", nargs="+", default=[], choices=PARTS, help="parts to leave out")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="some minutes a model on two cores (the default)")
+    size.add_argument("--full", action="store_true", help="many more prompts: an hour on two cores")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write all figures here")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the study. Raises `UserError` for what cannot be run."""
+    if min(args.lengths or LENGTHS) < 256:
+        raise UserError("--lengths: at least 256 tokens, or there is nothing to splice")
+    args.pattern_length = 0
+    lengths = {model: lengths_for(model, args, LENGTHS) for model in args.models}
+    check_writable("--json", args.json)
+    from ropewalk.cluster.bench.reuse_study import machine
+    from ropewalk.cluster.bench.splice_study import run_model
+    from ropewalk.cluster.bench.tables import print_splices
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the engines would stay behind
+    start = time.perf_counter()
+    report: dict[str, Any] = {"machine": machine(), "seed": args.seed, "models": {}}
+    for model in args.models:
+        report["models"][model] = run_model(model, args, lengths[model])
+        if args.json:  # after each model: what was measured is not lost
+            report["seconds"] = round(time.perf_counter() - start, 1)
+            args.json.write_text(json.dumps(report, indent=1) + "\n")
+    print_splices(report)
+    return 0

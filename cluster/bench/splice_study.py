@@ -1,0 +1,250 @@
+"""The study behind `ropewalk bench splice`.
+
+    source   A · S · C · q0     asked first, as a session
+    target   A · R · C · q      the same session, S edited to R
+
+Faithfulness: the engine's spliced first token against a float32 reference in which C saw S, and everything behind it
+sees R instead. Which answer a splice follows where the full context and the edited prompt give different ones is
+counted. Edits: time to first token, plain vLLM and Ropewalk in turn, each time in a session of its own; and what is
+asked about C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from ropewalk.cluster.bench.engine import Answer, Engine
+from ropewalk.cluster.bench.reference import load_reference, reference
+from ropewalk.cluster.bench.reuse_study import Tally, engines, note
+from ropewalk.cluster.bench.statistics import divergence, share, spread
+from ropewalk.cluster.bench.tasks import Question, Task, task_of
+from ropewalk.cluster.models import RECALL_MLA
+
+ARMS: dict[str, dict[str, Any]] = {
+    "splice": {},
+    "naive": {"rotate": False},
+    "boundary-16": {"boundary": 16},
+    "boundary-64": {"boundary": 64},
+}
+HEADER = 96
+"""Tokens of A."""
+REMOVED, STUB = 400, 12
+"""Tokens of S and R where time is measured."""
+
+DELTAS = (-1024, -512, -256, -100, -33, -1, 0, 7, 64)
+"""By how much the text behind an edit moves where faithfulness is examined; `R` is empty in every third prompt."""
+
+LEAST_SECTION = 128
+"""Tokens of a removed text from which on it says something that can be asked for."""
+
+MIN_RUN = 32
+"""Shortest run that is spliced: here even those are examined that save nothing."""
+
+NEAR_TIE = 0.05
+"""Nats between the reference's two likeliest tokens below which bf16 may take either: set aside, and counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Prompts of faithfulness; documents a length, questions a document, timed rounds; seconds for a length."""
+
+    faithfulness: int
+    documents: int
+    questions: int
+    rounds: int
+    seconds: float = math.inf
+
+
+QUICK = {True: Counts(108, 4, 10, 5, 25), False: Counts(108, 2, 4, 3, 25)}
+FULL = {True: Counts(540, 20, 20, 15), False: Counts(270, 10, 12, 9)}
+"""By whether the model is the recall model, whose prompts cost little."""
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """A conversation before and after an edit, up to what is asked."""
+
+    header: tuple[int, ...]
+    removed: tuple[int, ...]
+    stub: tuple[int, ...]
+    behind: tuple[int, ...]
+
+    @property
+    def source(self) -> list[int]:
+        return [*self.header, *self.removed, *self.behind]
+
+    @property
+    def target(self) -> list[int]:
+        return [*self.header, *self.stub, *self.behind]
+
+
+class Study:
+    """One model: its task, plain vLLM and Ropewalk."""
+
+    def __init__(self, model: str, plain: Engine, ours: Engine, seed: int) -> None:
+        self.model, self.plain, self.ours = model, plain, ours
+        self.task: Task = task_of(model)
+        self._rng = random.Random(f"{model}/{seed}")
+        self._sessions = count()
+
+    def faithfulness(self, num_prompts: int) -> dict[str, Any]:
+        """Compare first tokens of splices with the reference's."""
+        model = load_reference(self.model)
+        same = ties = 0
+        kl, spliced, follows = [], [], {"full context": 0, "edited prompt": 0, "neither": 0}
+        for number in range(num_prompts):
+            delta = DELTAS[number % len(DELTAS)]
+            edit, question = self._edit_by(delta, is_empty=number % 3 == 0 and delta < 0, about_removed=number % 2 == 1)
+            source, target = [*edit.source, *self.task.filler(self._rng, 8)], [*edit.target, *question.tokens]
+            length = len(question.answer)
+            answer = self._spliced(source, target, max_tokens=length, logprobs=True)
+            assert answer.report is not None
+            assert answer.logprobs is not None
+            taken = [part for part in answer.report.plan if part.source == "splice"]
+            assert all(part.turn == delta for part in taken), "not all of it comes from the source"
+            runs = [(part.start, part.end) for part in taken]
+            truth = reference(model, source, target, runs, delta)
+            first, second = np.sort(truth)[-2:][::-1]
+            kl.append(divergence(truth, answer.logprobs[0]))
+            spliced.append(sum(end - start for start, end in runs) / len(edit.behind))
+            if first - second < NEAR_TIE:
+                ties += 1
+            else:
+                same += int(truth.argmax()) == answer.token_ids[0]
+            full, edited = (
+                self.plain.ask(prompt, max_tokens=length, ignore_eos=True).token_ids
+                for prompt in ([*edit.source, *question.tokens], target)
+            )
+            if full != edited:
+                said = answer.token_ids
+                follows["full context" if said == full else "edited prompt" if said == edited else "neither"] += 1
+        return {
+            "prompts": num_prompts,
+            "near_ties": ties,
+            "same_first_token": share(same, num_prompts - ties),
+            "kl": spread(kl),
+            "spliced_share": spread(spliced),
+            "follows": follows,
+        }
+
+    def edits(self, length: int, counts: Counts) -> dict[str, Any]:
+        """Measure edits with `length` tokens behind them."""
+        arms = {name: Tally() for name in ("prefill", *ARMS)}
+        start = time.perf_counter()
+        for done in range(counts.documents):
+            spent = time.perf_counter() - start
+            if done and spent * (done + 1) / done > counts.seconds:
+                break
+            (body,) = self.task.sections(self._rng, [length])
+            edit, _ = self._edit(body.tokens, REMOVED, STUB)
+            asked = [question for question in body.questions if question.answer]
+            held_out = [question for question in body.questions if question.continuation]
+            chosen = [self._rng.choice(asked) for _ in range(counts.questions // (2 if held_out else 1))]
+            self._ask_all(arms, edit, chosen + held_out * (counts.questions - len(chosen)))
+        timed = self._time(length, counts.rounds)
+        summaries = {name: tally.summary() for name, tally in arms.items()}
+        return {
+            "length": length,
+            "ttft_ratio": float(np.median(timed["prefill_s"]) / np.median(timed["splice_s"])),
+            "recall_prefill": summaries["prefill"]["recall"]["share"],
+            "recall_splice": summaries["splice"]["recall"]["share"],
+            "kl_splice": summaries["splice"]["kl_first"]["mean"],
+            "kl_naive": summaries["naive"]["kl_first"]["mean"],
+            "ttft": {name: spread(values) for name, values in timed.items()},
+            "arms": summaries,
+        }
+
+    def _ask_all(self, arms: dict[str, Tally], edit: Edit, questions: Sequence[Question]) -> None:
+        sessions = {}
+        for arm, settings in ARMS.items():
+            sessions[arm] = self._session(tenant=arm, **settings)
+            self.ours.ask([*edit.source, *questions[0].tokens], max_tokens=1, **sessions[arm])
+        for question in questions:
+            tokens = [*edit.target, *question.tokens]
+            forced = question.continuation
+            options = {
+                "max_tokens": len(forced) or self.task.answer_length,
+                "ignore_eos": True,
+                "logprobs": True,
+                "forced": forced,
+            }
+            truth = self.plain.ask(tokens, **options)
+            arms["prefill"].add(question, truth, truth, 0.0)
+            for arm, session in sessions.items():
+                answer = self.ours.ask(tokens, **session, **options)
+                assert answer.report is not None
+                arms[arm].add(question, truth, answer, answer.report.tokens["spliced"] / len(edit.behind))
+
+    def _time(self, length: int, rounds: int) -> dict[str, list[float]]:
+        """Time first tokens after an edit; nothing is being saved meanwhile."""
+        timed: dict[str, list[float]] = {"prefill_s": [], "splice_s": [], "spliced_share": []}
+        for number in range(rounds + 1):  # the first one warms up
+            (body,) = self.task.sections(self._rng, [length])
+            edit, _ = self._edit(body.tokens, REMOVED, STUB)
+            question = self.task.filler(self._rng, 8)
+            session = self._session(tenant="splice")
+            options: dict[str, Any] = {"max_tokens": 2, "ignore_eos": True}
+            for engine, own in ((self.plain, {}), (self.ours, session)):
+                engine.ask([*edit.source, *question], **options, **own)
+            self.ours.settle()
+            tokens = [*edit.target, *self.task.filler(self._rng, 8)]
+            plain = self.plain.ask(tokens, **options)
+            ours = self.ours.ask(tokens, **options, **session)
+            self.ours.settle()
+            if number:
+                assert ours.report is not None
+                timed["prefill_s"].append(plain.ttft_s)
+                timed["splice_s"].append(ours.ttft_s)
+                timed["spliced_share"].append(ours.report.tokens["spliced"] / length)
+        return timed
+
+    def _spliced(self, source: Sequence[int], target: Sequence[int], **options: Any) -> Answer:
+        session = self._session(tenant="faithful")
+        self.ours.ask(source, max_tokens=1, **session)
+        return self.ours.ask(target, ignore_eos=True, **options, **session)
+
+    def _session(self, **settings: Any) -> dict[str, Any]:
+        return {"session": f"session-{next(self._sessions)}", "edits": "amortize", **settings}
+
+    def _edit_by(self, delta: int, *, is_empty: bool, about_removed: bool) -> tuple[Edit, Question]:
+        """An edit that moves what is behind it by `delta`, and a question about that, or about what is removed."""
+        num_stub = 0 if is_empty else self._rng.randrange(max(delta, 1), max(delta, 1) + 24)
+        (body,) = self.task.sections(self._rng, [self._rng.randrange(200, 360)])
+        edit, lost = self._edit(body.tokens, num_stub - delta, num_stub)
+        asked = [q for q in (lost if about_removed and lost else body.questions) if q.answer]
+        return edit, self._rng.choice(asked)
+
+    def _edit(self, behind: tuple[int, ...], num_removed: int, num_stub: int) -> tuple[Edit, Sequence[Question]]:
+        """Around a text: a fresh header, something that goes, and what comes in its place. With what the first says."""
+        header = self.task.header(self._rng, HEADER + self._rng.randrange(32))
+        lost = self.task.sections(self._rng, [num_removed])[0] if num_removed >= LEAST_SECTION else None
+        removed = lost.tokens if lost is not None else tuple(self.task.filler(self._rng, num_removed))
+        stub = tuple(self.task.filler(self._rng, num_stub))
+        return Edit(tuple(header), removed, stub, behind), lost.questions if lost is not None else ()
+
+
+def run_model(model: str, args: argparse.Namespace, lengths: Sequence[int]) -> dict[str, Any]:
+    """Run the study for one model."""
+    counts = (FULL if args.full else QUICK)[model == RECALL_MLA]
+    longest = max([*lengths, 2048]) + 1024
+    with engines(model, MIN_RUN, max_model_len=longest, dtype="bfloat16") as (plain, ours):
+        study = Study(model, plain, ours, args.seed)
+        found: dict[str, Any] = {"edits": []}
+        if "faithfulness" not in args.skip:
+            note(f"{model}: faithfulness")
+            found["faithfulness"] = study.faithfulness(counts.faithfulness)
+        for length in lengths if "edits" not in args.skip else ():
+            note(f"{model}: edits before {length} tokens")
+            found["edits"].append(study.edits(length, counts))
+        status = ours.client.status()
+        found["min_run"], found["counters"] = status["min_run"], status["counters"]
+    return found

@@ -1,0 +1,46 @@
+"""A small study of splices on real engines: its figures are there, and say what they must."""
+
+import json
+
+import pytest
+
+from ropewalk.cluster.bench.reuse_study import engines
+from ropewalk.cluster.bench.splice_study import Counts, Study
+from ropewalk.cluster.cli import main
+
+pytestmark = pytest.mark.engine
+
+MODEL = "recall-mla"
+
+
+@pytest.fixture(scope="module")
+def study():
+    with engines(MODEL, min_run=32, max_model_len=2048, dtype="bfloat16") as (plain, ours):
+        yield Study(MODEL, plain, ours, seed=1)
+
+
+def test_splices_say_what_a_reference_says_in_which_the_rest_saw_what_was_removed(study):
+    found = study.faithfulness(18)
+    json.dumps(found)
+    assert found["same_first_token"]["share"] == 1.0
+    assert found["same_first_token"]["count"] + found["near_ties"] == found["prompts"] == 18
+    assert found["kl"]["mean"] <= 0.01
+    assert found["spliced_share"]["mean"] > 0.8
+    assert sum(found["follows"].values()) >= 3, "what was removed cannot be answered from the edited prompt"
+
+
+def test_edits_are_spliced_and_what_follows_them_is_recalled(study):
+    found = study.edits(700, Counts(faithfulness=0, documents=1, questions=6, rounds=1))
+    json.dumps(found)
+    assert found["ttft"]["spliced_share"]["median"] > 0.9
+    assert found["kl_splice"] < found["kl_naive"]
+    assert found["recall_splice"] >= found["recall_prefill"] - 0.17
+    spliced = [found["arms"][arm]["recovered_share"]["mean"] for arm in ("splice", "boundary-16", "boundary-64")]
+    assert spliced == sorted(spliced, reverse=True), "boundary recompute computes more"
+    assert found["arms"]["naive"]["recovered_share"]["mean"] > 0.9
+
+
+@pytest.mark.parametrize("arguments", [["--lengths", "10"], ["--models", "no-such-model"], ["--lengths", "900000"]])
+def test_wrong_arguments_are_refused_in_one_line(arguments, capsys):
+    assert main(["bench", "splice", *arguments]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
