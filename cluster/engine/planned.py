@@ -24,7 +24,7 @@ from vllm.inputs import tokens_input
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from ropewalk.agents.directives import DirectiveError
+from ropewalk.agents.directives import DirectiveError, Span
 from ropewalk.agents.lineage import REUSE
 from ropewalk.cluster.engine.facts import EngineFacts, engine_facts
 from ropewalk.cluster.engine.pending import PendingSaves, heads_of
@@ -34,6 +34,7 @@ from ropewalk.cluster.engine.rotary import find_rotary
 from ropewalk.cluster.engine.sessions import Sessions, Turn, directive_set
 from ropewalk.cluster.engine.settings import EngineSettings
 from ropewalk.cluster.engine.stores import OpenStores
+from ropewalk.cluster.engine.verbs import Verbs
 from ropewalk.cluster.store.chunk import ChunkCorrupt
 from ropewalk.cluster.store.node_store import NodeStore
 from ropewalk.cluster.store.scan import BackgroundScan
@@ -141,6 +142,16 @@ class PlannedEngine:
                 logger.warning("Position-independent reuse is off: %s", refused)
             self._reuse_refused = refused
             self._prepared = True
+
+    def verbs(self, tenant: str) -> Verbs:
+        """What may be done with the KV of a tenant's sessions."""
+        return Verbs(self.sessions, self._store(tenant))
+
+    async def purge(self, tenant: str, session: str, span: Span) -> dict[str, Any]:
+        """Carry out `Verbs.purge`, and empty vLLM's prefix cache, where the rows lie too."""
+        await self.wait_for_saves()
+        purged = self.verbs(tenant).purge(session, span)
+        return {**purged, "prefix_cache_emptied": bool(await self._client.reset_prefix_cache())}
 
     async def apply_directives(self, session: str, directives: Sequence[Sequence[Any]]) -> dict[str, Any]:
         """Edit what a session of the default tenant holds, now, so that its next turn finds that done.

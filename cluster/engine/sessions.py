@@ -54,12 +54,16 @@ class Sessions:
         """Forget a session; False when it is not known."""
         return self._files(tenant).delete(session)
 
+    def history(self, tenant: str, session: str) -> History:
+        """Return what a session holds, not to be mutated. Raises `KeyError` when it is not known."""
+        history = self._files(tenant).get(session)
+        if not history.branches:
+            raise KeyError(session)
+        return history
+
     def tokens(self, tenant: str, session: str) -> Tokens:
         """Return the history that a session used last. Raises `KeyError` when it is not known."""
-        branches = self._files(tenant).get(session).branches
-        if not branches:
-            raise KeyError(session)
-        return branches[0].lineage.tokens
+        return self.history(tenant, session).branches[0].lineage.tokens
 
     def describe(self, tenant: str, session: str) -> dict[str, Any] | None:
         """Return what a session holds, JSON-able; None when it is not known."""

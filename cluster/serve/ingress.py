@@ -33,6 +33,7 @@ from vllm.entrypoints.serve.exception_handling.register import init_exception_ha
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
 from ropewalk.cluster.serve import metrics
+from ropewalk.cluster.serve.edits import TokenSpan
 from ropewalk.cluster.serve.reasons import reasons_of
 from ropewalk.cluster.serve.server import SessionCall
 from ropewalk.scheduler.actor import SchedulerClient
@@ -49,6 +50,17 @@ class DirectivesBody(BaseModel):
 
     model: str | None = None
     directives: list[Any] = Field(min_length=1)
+
+
+class VerbBody(BaseModel):
+    """Body of `POST /v1/sessions/{id}/pin`, `decay`, `share`, `purge`. Without a span, the whole history is meant."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
+    span: TokenSpan | None = None
+    ttl_s: float | None = Field(None, gt=0, le=86_400)
+    age_s: float | None = Field(None, gt=0, le=86_400)
 
 
 class UnknownModelError(Exception):
@@ -177,8 +189,30 @@ class AgentIngress(OpenAiIngress):
         """Apply directives to what a session holds, now."""
         return await self._session_call(request, session_id, body.model, "apply", body.directives)
 
+    async def pin(self, session_id: str, body: VerbBody, request: Request) -> Response:
+        """Keep the KV of a span for longer than others."""
+        return await self._session_call(request, session_id, body.model, "pin", span=body.span, seconds=body.ttl_s)
+
+    async def decay(self, session_id: str, body: VerbBody, request: Request) -> Response:
+        """Let the KV of a span go sooner than others."""
+        return await self._session_call(request, session_id, body.model, "decay", span=body.span, seconds=body.age_s)
+
+    async def share(self, session_id: str, body: VerbBody, request: Request) -> Response:
+        """Offer the KV of a span to other sessions."""
+        return await self._session_call(request, session_id, body.model, "share", span=body.span)
+
+    async def purge(self, session_id: str, body: VerbBody, request: Request) -> Response:
+        """Remove a span, and what was computed behind it, from the store of the session's node."""
+        return await self._session_call(request, session_id, body.model, "purge", span=body.span)
+
     async def _session_call(
-        self, request: Request, session_id: str, model: str | None, action: str, directives: Sequence[Any] = ()
+        self,
+        request: Request,
+        session_id: str,
+        model: str | None,
+        action: str,
+        directives: Sequence[Any] = (),
+        **values: Any,
     ) -> Response:
         if self._models[await self._get_model_id(model)]["plain"]:
             raise UnknownModelError(model)
@@ -189,6 +223,7 @@ class AgentIngress(OpenAiIngress):
                 "session": session_id,
                 "action": action,
                 "directives": directives,
+                **values,
                 "ropewalk": {"session": session_id},
             }
         )
@@ -266,6 +301,10 @@ ENDPOINTS = {
     "sessions": lambda app: app.get("/v1/sessions"),
     "session": lambda app: app.get("/v1/sessions/{session_id}"),
     "delete_session": lambda app: app.delete("/v1/sessions/{session_id}"),
+    "pin": lambda app: app.post("/v1/sessions/{session_id}/pin"),
+    "decay": lambda app: app.post("/v1/sessions/{session_id}/decay"),
+    "share": lambda app: app.post("/v1/sessions/{session_id}/share"),
+    "purge": lambda app: app.post("/v1/sessions/{session_id}/purge"),
     "apply_directives": lambda app: app.post("/v1/sessions/{session_id}/directives"),
     "metrics": lambda app: app.get("/metrics"),
 }

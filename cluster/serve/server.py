@@ -14,11 +14,11 @@ from ray.llm._internal.serve.core.configs.openai_api_models import ErrorInfo, Er
 from ray.llm._internal.serve.core.server.llm_server import LLMServer
 from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest, TokenizeCompletionRequest
 
-from ropewalk.agents.directives import DirectiveError
+from ropewalk.agents.directives import DirectiveError, Span
 from ropewalk.agents.policies import load_policy
 from ropewalk.cluster.engine.request import PARAMS_KEY, Edits, Mode, RequestReport, RequestSettings
 from ropewalk.cluster.engine.settings import EngineSettings
-from ropewalk.cluster.serve.edits import RequestEditor, Tokenizing, as_params, read_directives
+from ropewalk.cluster.serve.edits import RequestEditor, Tokenizing, TokenSpan, as_params, read_directives
 from ropewalk.cluster.serve.engine import AgentEngine, PlainEngine
 from ropewalk.cluster.serve.explain import explain_stream, explanation
 from ropewalk.cluster.serve.observer import Observer
@@ -31,6 +31,9 @@ ENGINE_STOP_S = 3.0
 
 DEFAULT_TENANT = RequestSettings().tenant
 
+PIN_S, DECAY_S = 600.0, 600.0
+"""Seconds of a pin and of a decay whose client does not say."""
+
 
 class SessionCall(BaseModel):
     """A call about a session, on its way from the ingress to the replica that has it."""
@@ -39,8 +42,10 @@ class SessionCall(BaseModel):
 
     model: str | None = None
     session: str
-    action: Literal["get", "delete", "apply"]
+    action: Literal["get", "delete", "apply", "pin", "decay", "share", "purge"]
     directives: list[Any] = []
+    span: TokenSpan | None = None
+    seconds: float | None = None
 
 
 def unknown_session(name: str) -> dict[str, Any]:
@@ -154,6 +159,9 @@ class AgentServer(LLMServer):
                 found = [self._editor.directive(one) for one in read_directives({FIELD: request.model_dump()})]
                 yield await planned.apply_directives(name, [as_params(one) for one in found])
                 return
+            if request.action != "get":
+                yield {"session": name, **await self._verb(request)}
+                return
             about = planned.sessions.describe(DEFAULT_TENANT, name)
             yield about if about is not None else {"error": unknown_session(name)}
         except KeyError:
@@ -162,6 +170,23 @@ class AgentServer(LLMServer):
             yield {"error": RequestRefused(str(error), error.field).error()}
         except RequestRefused as refused:
             yield {"error": refused.error()}
+
+    async def _verb(self, request: SessionCall) -> dict[str, Any]:
+        planned, name = self.engine.planned, request.session
+        verbs = planned.verbs(DEFAULT_TENANT)
+        span = Span(request.span.start, request.span.end) if request.span is not None else None
+        found: dict[str, Any]
+        if request.action == "pin":
+            found = verbs.pin(name, span, request.seconds or PIN_S)
+        elif request.action == "decay":
+            found = verbs.decay(name, span, request.seconds or DECAY_S)
+        elif request.action == "share":
+            found = verbs.share(name, span)
+        else:
+            if span is None:
+                raise RequestRefused("purge needs a span", "span")
+            found = await planned.purge(DEFAULT_TENANT, name, span)
+        return found
 
     async def sessions(self) -> dict[str, Any]:
         """The sessions that this replica's node knows."""

@@ -24,8 +24,9 @@ import contextlib
 import errno
 import os
 import shutil
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -158,8 +159,8 @@ class NodeStore:
                 failure = error
                 continue
             with contextlib.suppress(OSError):
-                # One that a longer one replaces is still the first to go.
-                if (path := folder.path(chain)).stat().st_mtime != SUPERSEDED:
+                # One that a longer one replaces is still the first to go, one that is pinned stays so.
+                if SUPERSEDED != (path := folder.path(chain)).stat().st_mtime < time.time():
                     os.utime(path)
             self.counters["reads"] += 1
             if data is not None:
@@ -194,6 +195,51 @@ class NodeStore:
             return False
         self.counters["puts"] += 1
         return True
+
+    def keep_until(self, chain: str, time_s: float) -> int:
+        """Make a chunk count as last used at `time_s` (seconds since the epoch); later than now pins it, softly.
+
+        Returns its size in bytes; 0 when it is gone.
+        """
+        size = 0
+        for folder in self._folders:
+            with contextlib.suppress(OSError):
+                path = folder.path(chain)
+                os.utime(path, (time_s, time_s))
+                size = path.stat().st_size
+        return size
+
+    def pinned_bytes(self) -> int:
+        """Count the bytes of this model's and tenant's chunks in memory that are kept until later than now."""
+        now, total = time.time(), 0
+        for path in self._folders[0].files("objects"):
+            with contextlib.suppress(OSError):
+                stat = path.stat()
+                total += stat.st_size if stat.st_mtime > now + 1 else 0
+        return total
+
+    def discard(self, headers: Collection[ChunkHeader]) -> int:
+        """Remove chunks from every tier, and all that hold the same text: copies behind other texts, and shorter or
+        longer ones of the same place. Quarantine goes as a whole, since nobody knows what is in it.
+
+        Returns how many were removed. Reads the headers of all of this tenant's chunks.
+        """
+        contents = {header.content for header in headers}
+        places = {(header.parent, int(header.tokens[0])) for header in headers}
+        count = 0
+        for folder in self._folders:
+            for path in list(folder.files("objects")):
+                try:
+                    found = read_header(path)
+                except (OSError, ChunkCorrupt):
+                    continue
+                if found.content in contents or (found.parent, int(found.tokens[0])) in places:
+                    folder.delete(path.name)
+                    self._headers.pop(path.name, None)
+                    count += 1
+            with contextlib.suppress(OSError):
+                shutil.rmtree(folder.base / "quarantine")
+        return count
 
     def evict(self, target_bytes: int) -> int:
         """Remove worthless files, then least recently used chunks, until memory holds at most `target_bytes`.

@@ -441,6 +441,24 @@ def test_wrong_directives_of_a_session_are_refused_and_change_nothing(cluster: A
     assert nobody.json()["error"]["type"] == "NotFoundError"
 
 
+def test_a_history_is_pinned_aged_shared_and_purged(cluster: Any, client: openai.OpenAI) -> None:
+    ask_as(client, "splice-6", agent_turns(6, 2))
+    url = f"{cluster.endpoint}/sessions/splice-6"
+    held = httpx.get(url).json()["branches"][0]["num_tokens"]
+    assert eventually(lambda: httpx.post(f"{url}/pin", json={"ttl_s": 60}).json()["pinned_bytes"] > 0)
+    assert httpx.post(f"{url}/decay", json={"span": {"start": 0, "end": 64}}).json()["decayed_bytes"] > 0
+    assert httpx.post(f"{url}/share", json={}).json()["shared_chunks"] == 0, (
+        "all of it is exact: others find it already"
+    )
+    refused = httpx.post(f"{url}/pin", json={"span": {"start": 5, "end": held + 1}})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "span")
+    assert httpx.post(f"{url}/purge", json={}).json()["error"]["param"] == "span"
+    assert httpx.post(f"{url}/purge", json={"span": {"start": 100, "end": 200}}).json()["purged_chunks"] > 0
+    assert httpx.get(url).status_code == 404
+    again = ask_as(client, "splice-6", agent_turns(6, 2))
+    assert again.usage.prompt_tokens_details.cached_tokens <= 128
+
+
 def test_old_tool_results_are_cleared_by_anthropics_rule(client: openai.OpenAI) -> None:
     rule = {
         "type": "clear_tool_uses_20250919",

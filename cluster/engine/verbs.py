@@ -1,0 +1,98 @@
+"""What may be done with the KV of a span of a session's history: keep it, let it age, share it, or purge it.
+
+Retention is by time of last use, so a pin is a use in the future: it is soft, ends by itself, and decays as its time
+comes nearer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from ropewalk.agents.directives import DirectiveError, Span
+from ropewalk.agents.lineage import Rows
+from ropewalk.cluster.engine.sessions import Sessions
+from ropewalk.cluster.store.chunk import ChunkCorrupt, ChunkHeader
+from ropewalk.cluster.store.node_store import NodeStore
+from ropewalk.kernels.keys import HEAD_LENGTH, Domain, chain_key, lineage_key
+
+PIN_SHARE = 0.25
+"""Of the memory's budget, at most so much is pinned by a tenant."""
+
+SHARED = "shared"
+"""Stands for the left neighbour of a shared chunk: what it was computed behind is nobody else's business."""
+
+
+class Verbs:
+    """Verbs on one tenant's sessions.
+
+    Each raises `KeyError` for a session that is not known, `DirectiveError` for a span that is not in its history.
+    """
+
+    def __init__(self, sessions: Sessions, store: NodeStore) -> None:
+        self._sessions = sessions
+        self._store = store
+
+    def pin(self, session: str, span: Span | None, ttl_s: float) -> dict[str, Any]:
+        """Keep the chunks of a span for `ttl_s` seconds more than others, as far as the tenant's quota reaches."""
+        room = int(PIN_SHARE * self._store.budget_bytes) - self._store.pinned_bytes()
+        until = time.time() + ttl_s
+        pinned = 0
+        for header in self._headers(session, span):
+            if pinned >= room:
+                return {"pinned_bytes": pinned, "quota_reached": True}
+            pinned += self._store.keep_until(header.chain, until)
+        return {"pinned_bytes": pinned, "quota_reached": False}
+
+    def decay(self, session: str, span: Span | None, age_s: float) -> dict[str, Any]:
+        """Let the chunks of a span count as not used for `age_s` seconds, pinned ones too."""
+        at = max(time.time() - age_s, 1.0)
+        return {"decayed_bytes": sum(self._store.keep_until(h.chain, at) for h in self._headers(session, span))}
+
+    def share(self, session: str, span: Span | None) -> dict[str, Any]:
+        """Offer a span to other sessions of the tenant that reuse chunks. What is exact or reused they find already."""
+        count = 0
+        for header in self._headers(session, span):
+            if header.domain is not Domain.LINEAGE or len(header) < HEAD_LENGTH:
+                continue
+            try:
+                _, rows = self._store.read(header.chain)
+            except (OSError, ChunkCorrupt):
+                continue
+            parent = lineage_key(header.parent, SHARED)
+            chain = chain_key(parent, header.tokens, Domain.REUSE)
+            offered = ChunkHeader(
+                chain, parent, header.content, header.tenant, Domain.REUSE, header.start, header.tokens
+            )
+            count += self._store.put(offered, rows)
+        return {"shared_chunks": count}
+
+    def purge(self, session: str, span: Span) -> dict[str, Any]:
+        """Remove what holds a span or was computed behind it, of all branches, with all copies, and the session."""
+        history = self._sessions.history(self._store.tenant, session)
+        _check(span, len(history.branches[0].lineage.tokens))
+        doomed = {
+            rows.chunk: self._store.by_chain(rows.chunk)
+            for branch in history.branches
+            for rows in branch.lineage.rows
+            if rows.end > span.start
+        }
+        count = self._store.discard([header for header in doomed.values() if header is not None])
+        self._sessions.delete(self._store.tenant, session)
+        return {"purged_chunks": count}
+
+    def _headers(self, session: str, span: Span | None) -> Iterator[ChunkHeader]:
+        lineage = self._sessions.history(self._store.tenant, session).branches[0].lineage
+        span = span if span is not None else Span(0, len(lineage.tokens))
+        _check(span, len(lineage.tokens))
+        inside: list[Rows] = [rows for rows in lineage.rows if rows.start < span.end and span.start < rows.end]
+        for chunk in dict.fromkeys(rows.chunk for rows in inside):
+            header = self._store.by_chain(chunk)
+            if header is not None:
+                yield header
+
+
+def _check(span: Span, num_tokens: int) -> None:
+    if not 0 <= span.start < span.end <= num_tokens:
+        raise DirectiveError(f"[{span.start}, {span.end}) is no span of the {num_tokens} tokens held", "span")
