@@ -39,6 +39,12 @@ def print_splices(report: Mapping[str, Any]) -> None:
             for answer, times in faithful["follows"].items():
                 table.add_row(f"where they differ, follows {answer}", str(times))
             console.print(table)
+        if (exact := found.get("exactness")) is not None:
+            table = _table(f"{model}: answers that must be plain vLLM's", "what", "compared", "set aside", "different")
+            for name, count in exact["different"].items():
+                compared = exact["prompts"] - exact["set_aside"]
+                table.add_row(name, str(compared), str(exact["set_aside"]), str(count))
+            console.print(table)
         if found["edits"]:
             title = f"{model}: first token after an edit, by tokens behind it"
             table = _table(title, "tokens", "spliced", "plain prefill", "splice", "ratio")

@@ -29,8 +29,14 @@ def test_splices_say_what_a_reference_says_in_which_the_rest_saw_what_was_remove
     assert sum(found["follows"].values()) >= 3, "what was removed cannot be answered from the edited prompt"
 
 
+def test_a_forget_and_an_exact_request_for_spliced_tokens_answer_as_plain_vllm(study):
+    found = study.exactness(12)
+    assert found["different"] == {"forget": 0, "exact": 0}
+    assert found["set_aside"] <= 1
+
+
 def test_edits_are_spliced_and_what_follows_them_is_recalled(study):
-    found = study.edits(700, Counts(faithfulness=0, documents=1, questions=6, rounds=1))
+    found = study.edits(700, Counts(faithfulness=0, exactness=0, documents=1, questions=6, rounds=1))
     json.dumps(found)
     assert found["ttft"]["spliced_share"]["median"] > 0.9
     assert found["kl_splice"] < found["kl_naive"]
