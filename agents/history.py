@@ -6,16 +6,20 @@ or from an edited history, is a branch of its own; the old one stays until it is
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ropewalk.agents.directives import DirectiveSet, Mode
+from ropewalk.agents.directives import DirectiveSet, Mode, Span
 from ropewalk.agents.edits import detect_edits, matches
 from ropewalk.agents.lineage import Held, Lineage, Match, carry
 from ropewalk.kernels.keys import Tokens, as_tokens, common_prefix
 
 MAX_BRANCHES = 8
 """Branches kept a session; the one that was not used longest goes first."""
+
+COMPARED = 3
+"""Branches that a prompt is compared with token by token: those that begin most like it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,46 +38,50 @@ class History:
     """Branches of a session, most recently used first.
 
     `amortize`: an edited history is a splice, without the client saying so each time. `forgotten`: a text was removed
-    for good, so no position-independent chunk, whose rows may have seen it, is served to this session again.
+    for good, so no position-independent chunk, whose rows may have seen it, is served to this session again. `epoch`
+    changes with that: turns that began before it may not bring back what they had.
     """
 
     branches: list[Branch] = field(default_factory=list)
     amortize: bool = False
     forgotten: bool = False
+    epoch: str = ""
 
     def add(self, branch: Branch) -> None:
         """Put a branch first, in place of those that it goes on from."""
         self.branches = [old for old in self.branches if not _continues(branch, old)]
         self.branches = [branch, *self.branches][:MAX_BRANCHES]
 
-    def merge(self, other: History) -> None:
-        """Take over what another process has noted of this session."""
-        for branch in sorted([*other.branches, *self.branches], key=lambda branch: branch.used_s):
-            self.add(branch)
-        self.amortize |= other.amortize
-        self.forgotten |= other.forgotten
-
     def forget(self) -> None:
         """Drop all branches: what they hold may have seen what was removed."""
-        self.branches, self.forgotten = [], True
+        self.branches, self.forgotten, self.epoch = [], True, uuid.uuid4().hex
+
+    def accepts(self, epoch: str) -> bool:
+        """Tell whether a turn that began at `epoch` may still add what it holds: nothing was forgotten meanwhile."""
+        return epoch == self.epoch or (not epoch and not self.forgotten)
 
     def is_edited(self, tokens: Tokens) -> bool:
-        """Tell whether a prompt changes what every branch holds, and does not go on from one."""
-        return bool(self.branches) and not any(
-            common_prefix(branch.lineage.tokens, tokens) in (len(branch.lineage.tokens), len(tokens))
-            for branch in self.branches
-        )
+        """Tell whether a prompt changes the history that it has most in common with, instead of going on from it."""
+        shared = [(common_prefix(b.lineage.tokens, tokens), len(b.lineage.tokens)) for b in self.branches]
+        length, of = max(shared, default=(0, 0))
+        return length < min(of, len(tokens))
 
     def as_applied(self, tokens: Tokens) -> Tokens:
         """Return a prompt with those edits carried out that were applied to this session and that it still lacks."""
         for branch in self.branches:
-            if branch.sent is None:
+            if branch.sent is None or common_prefix(branch.lineage.tokens, tokens) == len(branch.lineage.tokens):
                 continue
-            length = common_prefix(branch.sent, tokens)
-            edits = [edit for edit in detect_edits(branch.sent, branch.lineage.tokens) if edit.span.end <= length]
-            if edits and length > common_prefix(branch.lineage.tokens, tokens):
-                forgets = (replace(edit, mode=Mode.FORGET) for edit in edits)  # whose mode does not matter here
-                return as_tokens(DirectiveSet(forgets, len(tokens)).apply(tokens.tolist()))
+            there = matches(branch.sent, tokens)
+            edits = []
+            for edit in detect_edits(branch.sent, branch.lineage.tokens):
+                start, end = edit.span
+                for old, new, length in there:
+                    # Where something was only inserted, a match on both sides says that it is missing.
+                    if old <= start and end <= old + length and (start < end or old < start < old + length):
+                        span = Span(new + start - old, new + end - old)
+                        edits.append(replace(edit, span=span, mode=Mode.FORGET))  # the mode does not matter here
+            if edits:
+                return as_tokens(DirectiveSet(edits, len(tokens)).apply(tokens.tolist()))
         return tokens
 
     def held(
@@ -91,12 +99,15 @@ class History:
         """
         best: Held | None = None
         most = 0
-        for branch in self.branches:
-            lineage = branch.lineage.licensed(reuse=reuse)
+        shared = [common_prefix(branch.lineage.tokens, tokens) for branch in self.branches]
+        for index in sorted(range(len(shared)), key=lambda index: -shared[index])[:COMPARED]:
+            lineage = self.branches[index].lineage.licensed(reuse=reuse)
             found = carry(lineage, _matches(lineage.tokens, tokens, original, edits), owner)
             count = sum(rows.end - rows.start for rows in found.rows)
             if count > most:
                 best, most = found, count
+            if edits is None and shared[index] == len(lineage.tokens):
+                break  # the prompt goes on from it
         return best if best is not None and (best.marks or best.edited_from is not None) else None
 
 

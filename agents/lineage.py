@@ -104,13 +104,15 @@ class Held:
     """What a lineage has for a prompt: rows at the prompt's positions, and marks that hold there.
 
     `edited_from`: the prompt is the history as it was before this position; None: nowhere else, no edit. `owner` makes
-    the label of a new mark: of whom and from what the KV behind the edit comes.
+    the label of a new mark: of whom and from what the KV behind the edit comes. `reuse_from`: from here on, rows behind
+    the edit were computed behind reused chunks.
     """
 
     rows: tuple[Rows, ...]
     marks: tuple[Mark, ...]
     edited_from: int | None
     owner: str
+    reuse_from: int | None = None
 
     @property
     def inexact_from(self) -> int:
@@ -126,6 +128,7 @@ class Held:
             tuple(mark for mark in self.marks if mark.start < end),
             self.edited_from,
             self.owner,
+            self.reuse_from,
         )
 
 
@@ -135,16 +138,24 @@ def carry(lineage: Lineage, matches: Sequence[Match], owner: str) -> Held:
     The first match counts as the unedited beginning if it is one (from 0 to 0).
     """
     head = matches[0].length if matches and matches[0][:2] == (0, 0) else 0
-    moved = []
+    reuse = min((mark.start for mark in lineage.marks if mark.label == REUSE), default=NOWHERE)
+    reuse_from: int | None = None
+    moved: list[Rows] = []
+    index = 0
     for match in matches:
-        for rows in lineage.rows:
-            if rows.start < match.start + match.length and match.start < rows.end:
-                part = rows.part(match.start, match.start + match.length)
-                shift = match.new_start - match.start
-                moved.append(replace(part, start=part.start + shift, end=part.end + shift))
+        end, shift = match.start + match.length, match.new_start - match.start
+        while index < len(lineage.rows) and lineage.rows[index].end <= match.start:
+            index += 1
+        for rows in lineage.rows[index:]:
+            if rows.start >= end:
+                break
+            part = rows.part(match.start, end)
+            moved.append(replace(part, start=part.start + shift, end=part.end + shift))
+        if reuse_from is None and reuse >= head and end > reuse:
+            reuse_from = max(reuse, match.start) + shift
     marks = tuple(mark for mark in lineage.marks if mark.start < head)
     is_edited = len(matches) > (1 if head else 0)
-    return Held(tuple(moved), marks, head if is_edited else None, owner)
+    return Held(tuple(moved), marks, head if is_edited else None, owner, reuse_from)
 
 
 def label_of(owner: str, before: Iterable[Mark], rows: Iterable[Rows]) -> str:

@@ -31,11 +31,15 @@ class MessageEdit:
 
 
 def result_of(messages: Sequence[Message], tool_call_id: str, field: str) -> int:
-    """Return which message is the result of a tool call. Raises `DirectiveError` when there is none."""
-    for number, message in enumerate(messages):
-        if message.get("role") == "tool" and message.get("tool_call_id") == tool_call_id:
-            return number
-    raise DirectiveError(f"there is no result of a tool call {tool_call_id!r} in the messages", field)
+    """Return which message is the result of a tool call. Raises `DirectiveError` unless there is exactly one."""
+    found = [
+        number
+        for number, message in enumerate(messages)
+        if message.get("role") == "tool" and message.get("tool_call_id") == tool_call_id
+    ]
+    if len(found) != 1:
+        raise DirectiveError(f"there are {len(found)} results of a tool call {tool_call_id!r} in the messages", field)
+    return found[0]
 
 
 def edit_messages(messages: Sequence[Message], edits: Sequence[MessageEdit]) -> list[Message]:

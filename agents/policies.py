@@ -66,7 +66,7 @@ class ClearToolUses:
     trigger_tokens: int | None = 100_000
     trigger_uses: int | None = None
     keep: int = 3
-    clear_at_least: int = 0
+    clear_at_least: int | None = None
     exclude_tools: tuple[str, ...] = ()
     clear_tool_inputs: bool = False
     cleared_uses: int = field(default=0, init=False)
@@ -90,7 +90,7 @@ class ClearToolUses:
             for number, message in enumerate(messages)
         ]
         saved = sum(self._tokens(before) - self._tokens(after) for before, after in zip(messages, out, strict=True))
-        if not clearing or saved < self.clear_at_least:
+        if not clearing or (self.clear_at_least is not None and saved < self.clear_at_least):
             return list(messages)
         self.cleared_uses, self.cleared_tokens = len(clearing), saved
         return out
@@ -105,13 +105,17 @@ class ClearToolUses:
         if not self.clear_tool_inputs or not calls or not any(call.get("id") in ids for call in calls):
             return message
         cleared = [
-            {**call, "function": {**call["function"], "arguments": CLEARED_INPUT}} if call.get("id") in ids else call
+            {**call, "function": {**(call.get("function") or {}), "arguments": CLEARED_INPUT}}
+            if call.get("id") in ids
+            else call
             for call in calls
         ]
         return {**message, "tool_calls": cleared}
 
     def _tokens(self, message: Message) -> int:
-        texts = [message.get("content"), *((c.get("function") or {}).get("arguments") for c in _calls(message))]
+        content = message.get("content")
+        parts = [part.get("text") for part in content] if isinstance(content, list) else [content]
+        texts = [*parts, *((call.get("function") or {}).get("arguments") for call in _calls(message))]
         return sum(self.count(text) for text in texts if isinstance(text, str))
 
 

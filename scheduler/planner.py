@@ -46,6 +46,9 @@ from ropewalk.kernels.keys import (
     root_key,
 )
 
+MAX_RUNS = 32
+"""Runs taken for a prompt, the longest ones: each costs a request of its own, with the prompt up to it."""
+
 
 class Chunk(Protocol):
     """What the planner needs to know of a stored chunk. `start` is the position that it was computed at."""
@@ -283,7 +286,7 @@ def pieces(
             continue
         while waiting and waiting[0].start <= start:
             label = waiting.pop(0).label
-            if label != REUSE:
+            if label != REUSE or domain is Domain.LINEAGE:
                 parent = lineage_key(parent, label)
             domain = Domain.LINEAGE if label != REUSE or domain is Domain.LINEAGE else Domain.REUSE
         chain = chain_key(parent, tokens[start:end], domain)
@@ -304,7 +307,7 @@ def _held_runs(
     """Return what the store still has of a lineage's rows behind the exact prefix, as runs of adjoining segments."""
     first, last = max(held.inexact_from, exact_end, settings.carve_out), len(tokens) - 1
     stretches: list[list[Segment]] = []
-    for rows in held.rows:
+    for rows in held.rows if first < last else ():
         if rows.end <= first or rows.start >= last:
             continue
         rows = rows.part(first, last)
@@ -322,12 +325,14 @@ def _held_runs(
 
 
 def _marks(held: Held, runs: Sequence[Sequence[Segment]]) -> list[Mark]:
-    """Return the marks of a prompt that is served these runs of a lineage."""
-    marks = list(held.marks)
+    """Return the marks of a prompt that is served these runs of a lineage; what is behind them is computed on them."""
+    marks = [mark for mark in held.marks if mark.start < runs[-1][-1].end]
     moved = [s for run in runs for s in run if held.edited_from is not None and s.start >= held.edited_from]
     if moved:
         rows = [Rows(s.start, s.end, s.chunk, s.offset, s.start - s.turn) for s in moved]
         marks.append(Mark(moved[0].start, label_of(held.owner, marks, rows)))
+        if held.reuse_from is not None and held.reuse_from < moved[-1].end:
+            marks.append(Mark(max(held.reuse_from, moved[0].start), REUSE))
     return marks
 
 
@@ -420,7 +425,8 @@ def _worthwhile(
             # Where nothing is to be computed before it, a run costs no stage.
             if run and (run[0].start == gap_start or settings.is_worth_a_stage(run[0].start, run[-1].end)):
                 runs.append(run)
-    return runs
+    most = sorted(runs, key=lambda run: run[0].start - run[-1].end)[:MAX_RUNS]
+    return sorted(most, key=lambda run: run[0].start)
 
 
 def _by_source(run: Sequence[Segment], index: ChunkIndex) -> list[list[Segment]]:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 import uuid
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from vllm.engine.protocol import EngineClient
@@ -29,7 +31,7 @@ from ropewalk.agents.lineage import REUSE
 from ropewalk.cluster.engine.facts import EngineFacts, engine_facts
 from ropewalk.cluster.engine.pending import PendingSaves, heads_of
 from ropewalk.cluster.engine.probe import PROBE_LENGTH, objection, turn_errors
-from ropewalk.cluster.engine.request import PARAMS_KEY, RequestReport, RequestSettings, describe
+from ropewalk.cluster.engine.request import PARAMS_KEY, Mode, RequestReport, RequestSettings, describe
 from ropewalk.cluster.engine.rotary import find_rotary
 from ropewalk.cluster.engine.sessions import Sessions, Turn, directive_set
 from ropewalk.cluster.engine.settings import EngineSettings
@@ -44,6 +46,8 @@ from ropewalk.scheduler.costs import LEAST_RUN, StageCost
 from ropewalk.scheduler.planner import Plan, make_plan
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_REPORTS = 4096
 """Reports kept for requests whose HTTP side never asks for them."""
@@ -83,6 +87,7 @@ class PlannedEngine:
         self._engine_counters: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._pending = PendingSaves()
         self._session_files: dict[str, SessionFiles] = {}
+        self._session_thread = ThreadPoolExecutor(1, "ropewalk-sessions")  # files, locks, long histories to compare
         self.sessions = Sessions(self._files, self._planner.chunks)
         self._cost = self._new_cost()
         self._num_running = 0
@@ -143,6 +148,10 @@ class PlannedEngine:
             self._reuse_refused = refused
             self._prepared = True
 
+    async def in_session_thread(self, call: Callable[..., T], *args: Any) -> T:
+        """Call something that reads or writes sessions or many files, behind what was noted of turns before."""
+        return await asyncio.get_running_loop().run_in_executor(self._session_thread, call, *args)
+
     def verbs(self, tenant: str) -> Verbs:
         """What may be done with the KV of a tenant's sessions."""
         return Verbs(self.sessions, self._store(tenant))
@@ -150,17 +159,19 @@ class PlannedEngine:
     async def purge(self, tenant: str, session: str, span: Span) -> dict[str, Any]:
         """Carry out `Verbs.purge`, and empty vLLM's prefix cache, where the rows lie too."""
         await self.wait_for_saves()
-        purged = self.verbs(tenant).purge(session, span)
+        purged = await self.in_session_thread(self.verbs(tenant).purge, session, span)
         return {**purged, "prefix_cache_emptied": bool(await self._client.reset_prefix_cache())}
 
-    async def apply_directives(self, session: str, directives: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    async def apply_directives(
+        self, session: str, directives: Sequence[Sequence[Any]], mode: Mode = "exact"
+    ) -> dict[str, Any]:
         """Edit what a session of the default tenant holds, now, so that its next turn finds that done.
 
         Spans are positions in the history that it used last. Returns a report, JSON-able. Raises `DirectiveError`, and
         `KeyError` for a session that is not known.
         """
-        settings = RequestSettings(session=session, edits="amortize", directives=directives, apply=True)
-        tokens = self.sessions.tokens(settings.tenant, session)
+        settings = RequestSettings(mode=mode, session=session, edits="amortize", directives=directives, apply=True)
+        tokens = await self.in_session_thread(self.sessions.tokens, settings.tenant, session)
         directive_set(directives, len(tokens))
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
         params.extra_args = {"kv_transfer_params": {PARAMS_KEY: settings.to_params()}}
@@ -186,6 +197,10 @@ class PlannedEngine:
             prompt = {**prompt, "cache_salt": f"{owner}/{prompt.get('cache_salt') or ''}"}
         report = RequestReport(mode=settings.mode)
         if tokens is None:
+            if settings.directives:
+                raise VLLMValidationError(
+                    f"directives cannot be applied to this request ({reason})", parameter="ropewalk.directives"
+                )
             report.fallbacks.append(reason)
             params = _set_params(sampling_params, None)
             async with contextlib.aclosing(self._client.generate(prompt, params, request_id, **kwargs)) as outputs:
@@ -196,7 +211,7 @@ class PlannedEngine:
                     yield output
             return
 
-        turn = self._begin_turn(tokens, settings)
+        turn = await self._begin_turn(tokens, settings)
         report.fallbacks += turn.fallbacks
         if turn.tokens is not tokens:
             prompt = {**prompt, "prompt_token_ids": turn.tokens.tolist()}
@@ -212,8 +227,9 @@ class PlannedEngine:
             ) as planned:
                 async for output in planned:
                     answer.add(output)
-                    if output.finished:
-                        self.sessions.end(settings, turn, plan, answer.computed)
+                    if output.finished and settings.session is not None:
+                        # Not waited for: the next turn's look-up stands behind it in the same thread.
+                        self._session_thread.submit(self._end_turn, settings, turn, plan, answer.computed)
                     yield output
         finally:
             self._num_running -= 1
@@ -291,11 +307,21 @@ class PlannedEngine:
         heads = heads_of(turn.tokens, settings.tenant, self._planner.chunks) if turn.held is None else None
         await self._pending.wait(min(SAVE_WAIT_SHARE * cost, MAX_SAVE_WAIT), heads)
 
-    def _begin_turn(self, tokens: Tokens, settings: RequestSettings) -> Turn:
+    async def _begin_turn(self, tokens: Tokens, settings: RequestSettings) -> Turn:
+        begin = functools.partial(self.sessions.begin, settings, tokens, can_turn=self._reuse_refused is None)
         try:
-            return self.sessions.begin(settings, tokens, can_turn=self._reuse_refused is None)
+            if settings.session is None:
+                return begin()
+            return await asyncio.get_running_loop().run_in_executor(self._session_thread, begin)
         except DirectiveError as error:
             raise VLLMValidationError(str(error), parameter=f"ropewalk.{error.field}") from error
+
+    def _end_turn(self, settings: RequestSettings, turn: Turn, plan: Plan, answer: list[int]) -> None:
+        try:
+            self.sessions.end(settings, turn, plan, answer)
+        except Exception:  # the answer is given; the session's next prompt is computed
+            logger.exception("What session %r holds could not be noted", settings.session)
+            self._counters["session_failed"] += 1
 
     def _files(self, tenant: str) -> SessionFiles:
         if tenant not in self._session_files:
@@ -310,6 +336,8 @@ class PlannedEngine:
     def _all_counters(self) -> dict[str, int]:
         self._counters.update(self._stores.take_counters())
         counters = self._counters.copy()
+        for files in list(self._session_files.values()):
+            counters.update(files.counters)
         for engine in self._engine_counters.values():
             counters.update(engine)
         return dict(counters)

@@ -28,7 +28,8 @@ class RequestSettings:
     `session` names the conversation. `edits` says what it means that its history has changed: `amortize` splices,
     `forget` computes everything from the change on and drops what was held; None is as the session was told before,
     else a new prompt like any other. `directives` are `[start, end, replacement ids, mode]` each; with `apply`, they
-    hold from now on: the client's later prompts are edited likewise.
+    hold from now on: the client's later prompts are edited likewise. `expects_splice`: the request was edited before it
+    was rendered, so that it is worth a word if there is nothing to splice.
 
     The rest is for studies of quality, and never set by the HTTP layer. `rotate=False` takes reused keys as they were
     computed, at the wrong positions. `boundary` overrides how many tokens at the beginning of each reused stretch are
@@ -44,6 +45,7 @@ class RequestSettings:
     edits: Edits | None = None
     directives: Sequence[Sequence[Any]] = ()
     apply: bool = False
+    expects_splice: bool = False
     rotate: bool = True
     boundary: int | None = None
     keep: bool = True

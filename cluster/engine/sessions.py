@@ -18,7 +18,7 @@ from ropewalk.cluster.engine.request import RequestSettings
 from ropewalk.cluster.engine.saves import pieces_of
 from ropewalk.cluster.store.sessions import SessionFiles
 from ropewalk.kernels.gear import ChunkSizes
-from ropewalk.kernels.keys import Tokens
+from ropewalk.kernels.keys import Tokens, as_tokens
 from ropewalk.scheduler.planner import ChunkIndex, Plan
 
 
@@ -26,16 +26,16 @@ from ropewalk.scheduler.planner import ChunkIndex, Plan
 class Turn:
     """One request of a session, or of none: the `tokens` to be answered, and what its lineage `held` of them.
 
-    `sent` are the tokens as the client sent them. `reuse`: position-independent chunks may be taken. `forgets`: nothing
-    that the session held before this turn is served to it again.
+    `sent` are the tokens as the client sent them. `reuse`: position-independent chunks may be taken. `epoch` is that of
+    the session's history.
     """
 
     sent: Tokens
     tokens: Tokens
     reuse: bool
     held: Held | None = None
-    forgets: bool = False
     wants_splice: bool = False
+    epoch: str = ""
     fallbacks: list[str] = field(default_factory=list)
 
 
@@ -94,39 +94,71 @@ class Sessions:
 
     def begin(self, settings: RequestSettings, tokens: Tokens, *, can_turn: bool) -> Turn:
         """Resolve one request. `can_turn`: the model's keys can be turned. Raises `DirectiveError`."""
-        turn = Turn(tokens, tokens, reuse=settings.mode == "reuse")
+        turn = Turn(tokens, tokens, reuse=settings.mode == "reuse", wants_splice=settings.expects_splice)
         edits = directive_set(settings.directives, len(tokens))
+        forgotten_from = edits.forgotten_from() if edits is not None else None
+        turn.reuse = turn.reuse and forgotten_from is None and settings.edits != "forget"
         if edits is not None:
-            turn.tokens = np.asarray(edits.apply(tokens.tolist()), np.int32)
-            turn.wants_splice = any(edit.mode is Mode.AMORTIZE for edit in edits)
+            turn.tokens = as_tokens(edits.apply(tokens.tolist()))
+            turn.wants_splice |= any(edit.mode is Mode.AMORTIZE for edit in edits)
         if settings.session is None:
             if turn.wants_splice:
                 turn.fallbacks.append("no_session")
             return turn
         history = self._files(settings.tenant).get(settings.session)
-        if edits is None:
-            turn.tokens = history.as_applied(tokens)
-        elif settings.apply and history.branches and history.branches[0].sent is not None:
+        turn.reuse = turn.reuse and not history.forgotten
+        if settings.apply and history.branches and history.branches[0].sent is not None:
             turn.sent = history.branches[0].sent
-        forgotten_from = edits.forgotten_from() if edits is not None else None
-        turn.forgets = forgotten_from is not None or (settings.edits == "forget" and history.is_edited(turn.tokens))
-        turn.reuse = turn.reuse and not (turn.forgets or history.forgotten)
+        elif not settings.apply:
+            applied = history.as_applied(turn.tokens)
+            if applied is not turn.tokens:
+                turn.tokens, edits = applied, None
+        held = self._held(settings, turn, history, tokens, edits, can_turn=can_turn)
+        turn.held = held if held is None or forgotten_from is None else held.until(forgotten_from)
+        if settings.edits == "forget" or forgotten_from is not None:
+            # Now, not at the end: whatever becomes of this request, and of others that run, the text is gone.
+            is_edited = forgotten_from is not None or history.is_edited(turn.tokens)
+            history = self._forget(settings.tenant, settings.session, drop=is_edited)
+        turn.epoch = history.epoch
+        return turn
+
+    def _held(
+        self,
+        settings: RequestSettings,
+        turn: Turn,
+        history: History,
+        original: Tokens,
+        edits: DirectiveSet | None,
+        *,
+        can_turn: bool,
+    ) -> Held | None:
         amortize = settings.edits == "amortize" or (settings.edits is None and history.amortize)
         if settings.edits == "forget" or not (amortize or turn.wants_splice):
-            return turn
+            return None
         if not can_turn:
             turn.fallbacks.append("splice_refused")
-            return turn
-        held = history.held(turn.tokens, settings.session, reuse=turn.reuse, original=tokens, edits=edits)
+            return None
+        held = history.held(turn.tokens, settings.session or "", reuse=turn.reuse, original=original, edits=edits)
         if held is not None and held.edited_from is not None and held.edited_from < SINK:
             turn.fallbacks.append("edit_in_sink")
-            held = None
-        elif held is None and turn.wants_splice:
+            return None
+        if held is None and turn.wants_splice:
             turn.fallbacks.append("lineage_lost")
-        if held is not None and forgotten_from is not None:
-            held = held.until(forgotten_from)
-        turn.held = held
-        return turn
+        return held
+
+    def _forget(self, tenant: str, session: str, *, drop: bool) -> History:
+        files = self._files(tenant)
+
+        def change(history: History) -> None:
+            if drop:
+                history.forget()
+            history.forgotten = True
+
+        if files.get(session).forgotten and not drop:
+            return files.get(session)
+        if not files.update(session, change):  # rather no history than one that remembers
+            files.delete(session)
+        return files.get(session)
 
     def lost(self, turn: Turn, plan: Plan, index: ChunkIndex) -> bool:
         """Tell whether a plan lacks rows of the lineage because the store has them no more."""
@@ -149,10 +181,9 @@ class Sessions:
         branch = Branch(lineage, sent, time.time())
 
         def change(history: History) -> None:
-            if turn.forgets:
-                history.forget()
-            history.amortize |= settings.apply and turn.wants_splice
-            history.add(branch)
+            if history.accepts(turn.epoch):
+                history.amortize |= settings.apply and turn.wants_splice
+                history.add(branch)
 
         self._files(settings.tenant).update(settings.session, change)
 

@@ -24,6 +24,7 @@ logger = logging.getLogger("ray.serve")
 CONTEXT_FIELD = "context_management"
 
 Count = Annotated[int, Field(ge=0)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class _Part(BaseModel):
@@ -59,7 +60,7 @@ class DirectiveField(_Part):
     """One of `ropewalk.directives`."""
 
     span: TokenSpan | MessageSpan | MessagesSpan | ToolCallSpan
-    replacement: str | list[Count] = ""
+    replacement: str | list[TokenId] = ""
     mode: Mode = Mode.AMORTIZE
 
 
@@ -133,8 +134,10 @@ class RequestEditor:
             edited = await self._by_rule(edited, context, request, applied)
             if edited != messages:
                 request.messages = edited
-            if modes and settings.edits is None:
-                settings = replace(settings, edits="forget" if Mode.FORGET in modes else "amortize")
+            if Mode.FORGET in modes:  # more is forgotten than was asked for, rather than less
+                settings = replace(settings, edits="forget")
+            elif modes:
+                settings = replace(settings, edits=settings.edits or "amortize", expects_splice=True)
         elif any(not isinstance(one.span, TokenSpan) for one in directives):
             raise RequestRefused(
                 "messages and tool calls are those of a chat; give spans of tokens", f"{FIELD}.directives"
@@ -219,7 +222,7 @@ class RequestEditor:
             trigger_tokens=rule.trigger.value if by_tokens else None,
             trigger_uses=None if by_tokens else rule.trigger.value,
             keep=rule.keep.value,
-            clear_at_least=rule.clear_at_least.value if rule.clear_at_least is not None else 0,
+            clear_at_least=rule.clear_at_least.value if rule.clear_at_least is not None else None,
             exclude_tools=tuple(rule.exclude_tools),
             clear_tool_inputs=rule.clear_tool_inputs,
         )

@@ -35,6 +35,7 @@ def explanation(settings: RequestSettings, reports: Sequence[RequestReport], app
         "plan": plans[0] if len(plans) == 1 else plans,
         "tokens": tokens,
         "fallbacks": fallbacks,
+        **({"applied_edits": applied.edits} if applied.edits else {}),
     }
 
 

@@ -13,6 +13,7 @@ from ray import serve
 from ray.llm._internal.serve.core.configs.openai_api_models import ErrorInfo, ErrorResponse
 from ray.llm._internal.serve.core.server.llm_server import LLMServer
 from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest, TokenizeCompletionRequest
+from vllm.exceptions import VLLMClientError
 
 from ropewalk.agents.directives import DirectiveError, Span
 from ropewalk.agents.policies import load_policy
@@ -153,16 +154,17 @@ class AgentServer(LLMServer):
         planned, name = self.engine.planned, request.session
         try:
             if request.action == "delete":
-                yield {"session": name, "deleted": planned.sessions.delete(DEFAULT_TENANT, name)}
+                is_deleted = await planned.in_session_thread(planned.sessions.delete, DEFAULT_TENANT, name)
+                yield {"session": name, "deleted": True} if is_deleted else {"error": unknown_session(name)}
                 return
             if request.action == "apply":
                 found = [self._editor.directive(one) for one in read_directives({FIELD: request.model_dump()})]
-                yield await planned.apply_directives(name, [as_params(one) for one in found])
+                yield await planned.apply_directives(name, [as_params(one) for one in found], self._default_mode)
                 return
             if request.action != "get":
                 yield {"session": name, **await self._verb(request)}
                 return
-            about = planned.sessions.describe(DEFAULT_TENANT, name)
+            about = await planned.in_session_thread(planned.sessions.describe, DEFAULT_TENANT, name)
             yield about if about is not None else {"error": unknown_session(name)}
         except KeyError:
             yield {"error": unknown_session(name)}
@@ -170,6 +172,8 @@ class AgentServer(LLMServer):
             yield {"error": RequestRefused(str(error), error.field).error()}
         except RequestRefused as refused:
             yield {"error": refused.error()}
+        except (VLLMClientError, ValueError) as error:  # what vLLM refuses about the edited prompt
+            yield {"error": RequestRefused(str(error), getattr(error, "parameter", None)).error()}
 
     async def _verb(self, request: SessionCall) -> dict[str, Any]:
         planned, name = self.engine.planned, request.session
@@ -177,11 +181,11 @@ class AgentServer(LLMServer):
         span = Span(request.span.start, request.span.end) if request.span is not None else None
         found: dict[str, Any]
         if request.action == "pin":
-            found = verbs.pin(name, span, request.seconds or PIN_S)
+            found = await planned.in_session_thread(verbs.pin, name, span, request.seconds or PIN_S)
         elif request.action == "decay":
-            found = verbs.decay(name, span, request.seconds or DECAY_S)
+            found = await planned.in_session_thread(verbs.decay, name, span, request.seconds or DECAY_S)
         elif request.action == "share":
-            found = verbs.share(name, span)
+            found = await planned.in_session_thread(verbs.share, name, span)
         else:
             if span is None:
                 raise RequestRefused("purge needs a span", "span")
@@ -190,7 +194,8 @@ class AgentServer(LLMServer):
 
     async def sessions(self) -> dict[str, Any]:
         """The sessions that this replica's node knows."""
-        return {"sessions": self.engine.planned.sessions.names(DEFAULT_TENANT)}
+        planned = self.engine.planned
+        return {"sessions": await planned.in_session_thread(planned.sessions.names, DEFAULT_TENANT)}
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self.engine.encode(text)

@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import time
+import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,12 +27,16 @@ from safetensors.numpy import save
 from ropewalk.agents.history import Branch, History
 from ropewalk.agents.lineage import Lineage, Mark, Rows
 from ropewalk.cluster.store.chunk import write_bytes
+from ropewalk.cluster.store.tier import STALE_S
 from ropewalk.kernels.keys import as_tokens
 
 FORMAT = "ropewalk-session/1"
 
-REMEMBERED = 256
+REMEMBERED = 64
 """Histories that a process keeps in memory, beside their files."""
+
+MAX_BYTES = 256 << 20
+"""Of a tenant's histories on a node: some megabytes each where eight branches have 100,000 tokens."""
 
 EXPIRY_INTERVAL_S = 60.0
 """Seconds between two looks for sessions that are idle for too long or too many."""
@@ -69,20 +74,23 @@ class SessionFiles:
         self._read.move_to_end(session)
         return known[1]
 
-    def update(self, session: str, change: Callable[[History], None]) -> None:
-        """Change a session's history and write it, under a lock of the folder: what others have noted stays.
+    def update(self, session: str, change: Callable[[History], None]) -> bool:
+        """Change a session's history and write it, under a lock of its own: what others have noted stays.
 
-        What the file system refuses is counted (`session_failed`): the session is lost then, which costs a prefill.
+        False, and counted (`session_failed`), when the file system refuses: what is held stays as it was.
         """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with self._locked():
+            with self._locked(session):
                 history = _copy(self.get(session))
                 change(history)
+                history.epoch = history.epoch or uuid.uuid4().hex
                 write_bytes(self._path(session), _dump(session, history))
             self.expire()
         except OSError:
             self.counters["session_failed"] += 1
+            return False
+        return True
 
     def delete(self, session: str) -> bool:
         """Forget a session; False when there was none."""
@@ -107,14 +115,21 @@ class SessionFiles:
         if now < self._next_expiry:
             return
         self._next_expiry = now + EXPIRY_INTERVAL_S
-        ages = []
+        found = []
         for path in self._paths():
             with contextlib.suppress(OSError):
-                ages.append((now - path.stat().st_mtime, path))
-        for number, (age, path) in enumerate(sorted(ages)):
-            if age > self.ttl_s or number >= self.max_sessions:
+                stat = path.stat()
+                found.append((now - stat.st_mtime, stat.st_size, path))
+        total = 0
+        for number, (age, size, path) in enumerate(sorted(found)):
+            total += size
+            if age > self.ttl_s or number >= self.max_sessions or total > MAX_BYTES:
                 path.unlink(missing_ok=True)
                 self.counters["session_expired"] += 1
+        for path in self._folder.glob(".*.tmp"):  # of writers that were killed
+            with contextlib.suppress(OSError):
+                if now - path.stat().st_mtime > STALE_S:
+                    path.unlink()
 
     def _path(self, session: str) -> Path:
         return self._folder / xxhash.xxh3_128_hexdigest(session.encode())
@@ -139,14 +154,15 @@ class SessionFiles:
         return history
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        with open(self._folder / ".lock", "w") as file:
+    def _locked(self, session: str) -> Iterator[None]:
+        # One of 256 locks, so that a writer that hangs stops few others.
+        with open(self._folder / f".lock-{self._path(session).name[:2]}", "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
 
 def _copy(history: History) -> History:
-    return History(list(history.branches), history.amortize, history.forgotten)
+    return History(list(history.branches), history.amortize, history.forgotten, history.epoch)
 
 
 def _dump(session: str, history: History) -> bytes:
@@ -173,6 +189,7 @@ def _dump(session: str, history: History) -> bytes:
             "branches": branches,
             "amortize": history.amortize,
             "forgotten": history.forgotten,
+            "epoch": history.epoch,
         }
     )
     return bytes(save(arrays, {"format": FORMAT, "about": about, "checksum": _checksum(about, arrays)}))
@@ -201,7 +218,7 @@ def _parse(data: bytes, session: str) -> History:
         lineage.check_integrity()
         sent = arrays.get(f"sent.{number}")
         branches.append(Branch(lineage, None if sent is None else as_tokens(sent), float(entry["used_s"])))
-    return History(branches, bool(about["amortize"]), bool(about["forgotten"]))
+    return History(branches, bool(about["amortize"]), bool(about["forgotten"]), str(about["epoch"]))
 
 
 def _checksum(about: str, arrays: dict[str, np.ndarray]) -> str:

@@ -141,3 +141,32 @@ def test_only_a_changed_history_counts_as_edited():
     assert not history.is_edited(as_tokens(range(120)))
     assert not history.is_edited(as_tokens(range(60)))
     assert history.is_edited(as_tokens([*range(50), *range(60, 120)]))
+
+
+def test_an_edit_before_reused_chunks_does_not_make_them_the_sessions_own():
+    """Behind a splice the old mark is gone; where its rows stand now is said, so they stay for who allows it."""
+    held = lineage(range(400), [Mark(300, REUSE)])
+    found = carry(held, [Match(0, 0, 100), Match(200, 110, 200)], "s")
+    assert (found.marks, found.edited_from, found.reuse_from) == ((), 100, 210)
+    assert carry(held, [Match(0, 0, 100), Match(350, 110, 50)], "s").reuse_from == 110
+    assert carry(held, [Match(0, 0, 100), Match(110, 105, 60)], "s").reuse_from is None
+    assert carry(held, [Match(0, 0, 350)], "s").reuse_from is None, "the mark itself is there"
+
+
+def test_a_turn_that_began_before_something_was_forgotten_adds_nothing():
+    history = History(epoch="one")
+    assert history.accepts("one")
+    history.forget()
+    assert not history.accepts("one")
+    assert not history.accepts("")
+    assert History().accepts("")
+
+
+def test_applied_edits_are_found_again_where_the_prompt_has_changed_elsewhere():
+    sent, held = list(range(200)), [*range(50), *range(80, 200)]
+    history = History([Branch(lineage(held), as_tokens(sent))])
+    prompt = [*range(20), 7000, *range(20, 200), 8000]
+    assert history.as_applied(as_tokens(prompt)).tolist() == [*range(20), 7000, *range(20, 50), *range(80, 200), 8000]
+    inserted = History([Branch(lineage([*range(60), 9000, *range(60, 200)]), as_tokens(sent))])
+    there_already = as_tokens([*range(10), 7000, *range(10, 60), 9000, *range(60, 200)])
+    assert inserted.as_applied(there_already) is there_already

@@ -63,5 +63,5 @@ def test_what_cannot_be_is_refused(edits, message):
 
 def test_a_forget_may_edit_the_first_message_and_an_unknown_call_is_named():
     assert edit_messages(MESSAGES, [MessageEdit(0, 1, "Redacted.", Mode.FORGET)])[0]["content"] == "Redacted."
-    with pytest.raises(DirectiveError, match="no result of a tool call 'c9'"):
+    with pytest.raises(DirectiveError, match="0 results of a tool call 'c9'"):
         result_of(MESSAGES, "c9", "directives[0].span")

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ropewalk.agents.lineage import REUSE, Held, Mark, Rows
 from ropewalk.cluster.store.chunk import ChunkHeader
 from ropewalk.kernels.gear import ChunkSizes, anchors, chunk_limits
 from ropewalk.kernels.keys import (
@@ -16,7 +17,7 @@ from ropewalk.kernels.keys import (
     content_key,
     head_key,
 )
-from ropewalk.scheduler.planner import Plan, PlannerSettings, make_plan, pieces
+from ropewalk.scheduler.planner import MAX_RUNS, Plan, PlannerSettings, make_plan, pieces
 
 TENANT = "t"
 SMALL = PlannerSettings(ChunkSizes(mean=48, minimum=32, maximum=96), carve_out=32, min_run=40)
@@ -298,3 +299,59 @@ def test_what_an_anchor_in_the_carve_out_finds_is_reused_behind_it():
             found += 1
             assert plan.runs == ((settings.carve_out, len(after) - 1),)
     assert found >= 20
+
+
+def held_of(index, marks, edited_from=None, reuse_from=None):
+    """What a lineage has of a prompt all of whose chunks are stored."""
+    rows = [Rows(chunk.start, chunk.start + len(chunk), chunk.chain, 0, chunk.start) for chunk in index.chunks.values()]
+    return Held(tuple(sorted(rows, key=lambda row: row.start)), marks, edited_from, "s", reuse_from)
+
+
+def stored(tokens, marks):
+    """An index with a lineage's chunks of a prompt."""
+    index = MemoryIndex()
+    for piece in pieces(tokens, TENANT, SMALL.chunks, (), marks):
+        part = tokens[piece.start : piece.end]
+        index.chunks[piece.chain] = ChunkHeader(
+            piece.chain, piece.parent, content_key(TENANT, part), TENANT, piece.domain, piece.start, part
+        )
+    return index
+
+
+def test_marks_behind_what_a_lineage_still_has_are_dropped():
+    tokens, marks = words(1, 600), (Mark(100, "one"), Mark(400, "two"))
+    index = stored(tokens, marks)
+    held = held_of(index, marks)
+    index.chunks = {chain: chunk for chain, chunk in index.chunks.items() if chunk.start < 300}
+    plan = make_plan(tokens, TENANT, index, SMALL, reuse=False, held=held)
+    assert plan.marks == (Mark(100, "one"),)
+    assert plan.runs[-1][1] <= 400
+
+
+def test_rows_that_reuse_brought_stay_marked_behind_an_edit():
+    tokens = words(1, 600)
+    index = stored(tokens, ())
+    held = held_of(index, (), edited_from=100, reuse_from=300)
+    plan = make_plan(tokens, TENANT, index, SMALL, reuse=False, held=held)
+    assert [mark.label for mark in plan.marks][1:] == [REUSE]
+    assert plan.marks[1].start == 300
+
+
+def test_what_is_computed_behind_reuse_in_a_lineage_has_names_of_its_own():
+    tokens = words(1, 600)
+    names = [
+        {piece.chain for piece in pieces(tokens, TENANT, SMALL.chunks, (), marks) if piece.start >= 300}
+        for marks in ([Mark(100, "one")], [Mark(100, "one"), Mark(300, REUSE)])
+    ]
+    assert not names[0] & names[1]
+
+
+def test_a_prompt_of_many_edits_has_a_bounded_number_of_stages():
+    index, planner = MemoryIndex(), replace(SMALL, min_run=32)
+    serve(words(1, 12_000), index, planner, reuse=True)
+    body = words(1, 12_000)
+    edited = as_tokens(
+        np.concatenate([part for n in range(60) for part in (body[n * 200 : n * 200 + 190], words(n, 9))])
+    )
+    plan = serve(as_tokens([*words(2, 50), *edited]), index, planner, reuse=True)
+    assert len(plan.runs) == MAX_RUNS

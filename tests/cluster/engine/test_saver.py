@@ -23,8 +23,16 @@ from ropewalk.cluster.engine.stores import OpenStores
 from ropewalk.cluster.store.node_store import NodeStore
 from ropewalk.kernels.gear import ChunkSizes
 from ropewalk.kernels.keys import Tokens, as_tokens
+from ropewalk.scheduler.planner import Plan
 
 PLACE = ("model", "t")
+
+
+def exact(tokens: Tokens) -> Plan:
+    """A plan that takes nothing from the store."""
+    return Plan(len(tokens), 0, (), (), ())
+
+
 BLOCK_SIZE = 32
 
 
@@ -73,7 +81,7 @@ class Bench:
     def finish(self, name: str, tokens: Tokens, block_ids: list[int] | None = None) -> Save | None:
         """End a request, as the connector does; hand what it has to save to the saver."""
         block_ids = block_ids or list(range(1, len(tokens) // BLOCK_SIZE + 2))
-        save, _ = self.queue.add(name, PLACE, tokens, (), block_ids)
+        save, _ = self.queue.add(name, PLACE, tokens, exact(tokens), block_ids)
         if save is not None:
             self.saver.submit(save)
         return save
@@ -174,7 +182,7 @@ def test_what_is_stored_already_is_not_queued(bench: Bench) -> None:
     bench.finish("a", words(1, 1500))
     bench.settle()
     bench.saver.close()
-    assert bench.queue.add("b", PLACE, words(1, 1500), (), list(range(60))) == (None, None)
+    assert bench.queue.add("b", PLACE, words(1, 1500), exact(words(1, 1500)), list(range(60))) == (None, None)
 
 
 def test_what_another_process_stored_meanwhile_is_not_written_again(bench: Bench, make_bench: Any) -> None:
@@ -219,7 +227,9 @@ def test_no_more_is_held_than_the_bound_and_no_name_twice(finished: list[tuple[i
             name = next(iter(held))
             del held[name]
             queue.release([name])
-        save, awaited = queue.add(str(number), PLACE, words(seed, length), (), list(range(length // BLOCK_SIZE + 1)))
+        save, awaited = queue.add(
+            str(number), PLACE, words(seed, length), exact(words(seed, length)), list(range(length // BLOCK_SIZE + 1))
+        )
         assert save is None or awaited is not None
         if save is not None:
             held[save.request_id] = save

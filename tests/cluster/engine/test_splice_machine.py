@@ -7,6 +7,7 @@ No engine runs: what a plan computes is stored as it would be, with a note of wh
 import itertools
 import shutil
 import tempfile
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -91,6 +92,9 @@ class Splices(RuleBasedStateMachine):
         self.since_forget: dict[tuple[str, str], set[str]] = {}
         """Of sessions that had something removed for good: chunks that stand for what they sent since then."""
         self.told_to_splice: set[tuple[str, str]] = set()
+        self.told_to_forget: set[tuple[str, str]] = set()
+        self.own: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+        """By session, chunks that it computed or has in common with others as exact prefix."""
         self.restart()
 
     def teardown(self):
@@ -189,20 +193,28 @@ class Splices(RuleBasedStateMachine):
     def _serve(self, request: RequestSettings, tokens: list[int]):
         tenant, session = request.tenant, request.session
         index, owner = self.index[tenant], (request.tenant, request.session)
+        before = self._epoch(owner)
         turn = self.sessions.begin(request, as_tokens(tokens), can_turn=True)
+        forgets = request.edits == "forget" or any(mode == "forget" for *_, mode in request.directives)
+        if forgets:
+            self.told_to_forget.add(owner)
+        if self._epoch(owner) != before and owner in self.told_to_forget:
+            self.since_forget[owner] = set()
         if request.apply and turn.wants_splice:
             self.told_to_splice.add(owner)
         plan = make_plan(turn.tokens, tenant, index, self.planner, reuse=turn.reuse, held=turn.held)
         assert plan.num_tokens == len(turn.tokens)
-        if turn.forgets:
-            self.since_forget[owner] = set()
-        self._check(request, turn, plan, index, owner)
+        self._check(request, turn, plan, index, owner, forgets)
         answer = text(next(self.clock) + 5000, ANSWER)
         self._store(turn.tokens, answer, plan, index, request, owner)
         self.sessions.end(request, turn, plan, answer)
         return tenant, session, [*tokens, *answer]
 
-    def _check(self, request, turn, plan: Plan, index: Index, owner):
+    def _epoch(self, owner) -> str | None:
+        tenant, session = owner
+        return self.files[tenant].get(session).epoch if session is not None else None
+
+    def _check(self, request, turn, plan: Plan, index: Index, owner, forgets):
         tokens, session = turn.tokens, request.session
         asked = (
             request.edits == "amortize" or turn.wants_splice or (request.edits is None and owner in self.told_to_splice)
@@ -226,12 +238,16 @@ class Splices(RuleBasedStateMachine):
                 assert asked, "nobody asked for a splice"
                 assert header.domain is not Domain.LINEAGE or stored.session == session
                 assert request.mode == "reuse" or not stored.behind_reuse
+                assert request.mode == "reuse" or segment.chunk in self.own[owner], "taken from elsewhere by reuse"
             else:
                 assert request.mode == "reuse"
                 assert header.domain is not Domain.LINEAGE
-                assert owner not in self.since_forget, "its rows may have seen what was removed"
-            if segment.spliced and session is not None and owner in self.since_forget and not turn.forgets:
+                assert session is None or owner not in self.told_to_forget, "its rows may have seen what was removed"
+                assert not forgets
+            if segment.spliced and session is not None and owner in self.since_forget and not forgets:
                 assert segment.chunk in self.since_forget[owner], "its rows may have seen what was removed"
+        exact = {segment.chunk for segment in plan.segments if not segment.reused}
+        self.own[owner] |= own | exact
         if owner in self.since_forget:
             self.since_forget[owner] |= own | {segment.chunk for segment in plan.segments}
         assert plan.first_inexact is not None or not plan.runs
@@ -239,6 +255,7 @@ class Splices(RuleBasedStateMachine):
     def _store(self, tokens, answer, plan: Plan, index: Index, request, owner):
         everything = as_tokens([*tokens.tolist(), *answer])
         for piece in pieces_of(everything, request.tenant, SIZES, plan):
+            self.own[owner].add(piece.chain)
             if owner in self.since_forget:
                 self.since_forget[owner].add(piece.chain)
             if piece.chain in index.chunks:
