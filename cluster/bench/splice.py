@@ -16,7 +16,7 @@ from ropewalk.cluster.cli import UserError
 from ropewalk.cluster.models import EMBEDDED
 
 LENGTHS = (512, 2048, 6144)
-PARTS = ("faithfulness", "exactness", "edits")
+PARTS = ("faithfulness", "exactness", "chained", "load", "edits")
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:

@@ -45,6 +45,13 @@ def print_splices(report: Mapping[str, Any]) -> None:
                 compared = exact["prompts"] - exact["set_aside"]
                 table.add_row(name, str(compared), str(exact["set_aside"]), str(count))
             console.print(table)
+        if (chained := found.get("chained")) is not None:
+            table = _table(f"{model}: {chained['edits']} edits of one place against a single one", "what", "figure")
+            table.add_row("KL of the first token, mean", number(chained["kl"]["mean"], ".1e"))
+            table.add_row("same first token", share_text(chained["same_first_token"]))
+            console.print(table)
+        if "load" in found:
+            _print_load(console, model, found["load"], found["append_only"])
         if found["edits"]:
             title = f"{model}: first token after an edit, by tokens behind it"
             table = _table(title, "tokens", "spliced", "plain prefill", "splice", "ratio")
@@ -55,6 +62,25 @@ def print_splices(report: Mapping[str, Any]) -> None:
                 table.add_row(str(entry["length"]), spliced, plain, ours, f"{entry['ttft_ratio']:.1f}x")
             console.print(table)
             _print_arms(console, model, [(f"{e['length']} tokens", e["arms"]) for e in found["edits"]])
+
+
+def _print_load(
+    console: Console, model: str, rows: Sequence[Mapping[str, Any]], append_only: Mapping[str, Any]
+) -> None:
+    title = f"{model}: sessions that edit their history at every turn (TTFT: of turns after an edit)"
+    table = _table(title, "at once", "arm", "hit rate", "latency p50", "p95", "TTFT p50")
+    for row in rows:
+        for arm in ("plain", "ropewalk"):
+            entry = row[arm]
+            times = (entry["latency_p50_s"], entry["latency_p95_s"], entry["ttft_after_edit_s"]["median"])
+            label = str(row["concurrency"]) if arm == "plain" else ""
+            table.add_row(label, arm, f"{entry['hit_rate']:.0%}", *(f"{1e3 * seconds:.0f} ms" for seconds in times))
+    console.print(table)
+    ratio = append_only["ratio_of_pairs"]
+    console.print(
+        f"{model}: sessions without edits, hit rate {append_only['hit_rate']:.0%}: a turn takes {ratio['median']:.3f} "
+        f"({ratio['q1']:.3f}-{ratio['q3']:.3f}) times as long as with plain vLLM\n"
+    )
 
 
 def _print_lengths(console: Console, model: str, entries: Sequence[Mapping[str, Any]]) -> None:

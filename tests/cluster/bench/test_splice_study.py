@@ -1,11 +1,13 @@
 """A small study of splices on real engines: its figures are there, and say what they must."""
 
 import json
+import random
 
 import pytest
 
 from ropewalk.cluster.bench.reuse_study import engines
-from ropewalk.cluster.bench.splice_study import Counts, Study
+from ropewalk.cluster.bench.splice_load import SESSIONS, TURNS, append_only, mechanism
+from ropewalk.cluster.bench.splice_study import EXACT_ENGINE, Counts, Study
 from ropewalk.cluster.cli import main
 
 pytestmark = pytest.mark.engine
@@ -29,10 +31,31 @@ def test_splices_say_what_a_reference_says_in_which_the_rest_saw_what_was_remove
     assert sum(found["follows"].values()) >= 3, "what was removed cannot be answered from the edited prompt"
 
 
-def test_a_forget_and_an_exact_request_for_spliced_tokens_answer_as_plain_vllm(study):
-    found = study.exactness(12)
+def test_a_forget_and_an_exact_request_for_spliced_tokens_answer_as_plain_vllm():
+    with engines(MODEL, min_run=32, **EXACT_ENGINE) as (plain, ours):
+        found = Study(MODEL, plain, ours, seed=1).exactness(12)
     assert found["different"] == {"forget": 0, "exact": 0}
     assert found["set_aside"] <= 1
+
+
+def test_ten_edits_of_one_place_drift_no_further_than_one(study):
+    found = study.chained(3)
+    assert found["kl"]["mean"] < 1e-3
+    assert found["same_first_token"]["share"] == 1.0
+
+
+def test_sessions_that_edit_at_every_turn_find_more_than_a_prefix_cache_does(study):
+    (row,) = mechanism(study.plain, study.ours, study.task, random.Random(1), [4])
+    json.dumps(row)
+    assert row["plain"]["turns"] == row["ropewalk"]["turns"] == SESSIONS * TURNS
+    assert row["ropewalk"]["hit_rate"] > row["plain"]["hit_rate"] + 0.2
+
+
+def test_sessions_that_edit_nothing_find_all_they_held(study):
+    found = append_only(study.plain, study.ours, study.task, random.Random(2), 1)
+    json.dumps(found)
+    assert found["hit_rate"] > 0.5
+    assert found["ratio_of_pairs"]["count"] == TURNS - 1
 
 
 def test_edits_are_spliced_and_what_follows_them_is_recalled(study):
