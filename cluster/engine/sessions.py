@@ -198,7 +198,7 @@ class Sessions:
         position = 0
         own = [Rows(p.start, p.end, p.chain, 0, p.start) for p in pieces_of(tokens, tenant, self._chunks, plan)]
         for start, end in [*((row.start, row.end) for row in taken), (len(tokens), len(tokens))]:
-            rows += [row.part(position, start) for row in own if row.start < start and position < row.end]
+            rows += [row.part(position, start) for row in own if max(row.start, position) < min(row.end, start)]
             position = end
         return tuple(sorted([*rows, *taken], key=lambda row: row.start))
 
