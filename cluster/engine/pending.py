@@ -56,6 +56,14 @@ class PendingSaves:
                 while not self._is_over(pending) and time.monotonic() < until:  # noqa: ASYNC110
                     await asyncio.sleep(POLL_S)  # another process stores it: there is no event
 
+    async def wait_for(self, store: NodeStore, chains: Set[str], seconds: float) -> None:
+        """Wait, at most so long, until chunks of these names are stored, as long as anything is being stored."""
+        until = time.monotonic() + seconds
+        missing = {chain for chain in chains if not store.contains(chain)}
+        while missing and len(self) and time.monotonic() < until:
+            await asyncio.sleep(POLL_S)  # another process stores them: there is no event
+            missing = {chain for chain in missing if not store.contains(chain)}
+
     def _is_over(self, pending: _Pending) -> bool:
         return pending.store.contains(pending.chain) or time.monotonic() > pending.deadline
 

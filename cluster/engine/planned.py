@@ -59,6 +59,10 @@ SAVE_WAIT_SHARE = 0.25
 MAX_SAVE_WAIT = 0.1
 """Seconds waited for that at most: a save takes some milliseconds, unless it waits behind many others."""
 
+SPLICE_WAIT_SHARE, MAX_SPLICE_WAIT = 1.0, 1.0
+"""The same for the rows of a session's own history, and seconds at most: what is waited for is known by name, was
+computed by the turn before, and comes for certain unless it was dropped."""
+
 CALIBRATION = (32, 416)
 """Tokens of the prefills timed at start: a short one for what each costs, a long one for what a token costs."""
 
@@ -300,12 +304,16 @@ class PlannedEngine:
 
         An exact request finds its prefix in vLLM's own cache, where there is one.
         """
-        has_cache = self._planner.block_size is not None
-        if not len(self._pending) or (settings.mode != "reuse" and has_cache and turn.held is None):
+        if not len(self._pending):
             return
         cost = self._cost.per_token_s * len(turn.tokens)
-        heads = heads_of(turn.tokens, settings.tenant, self._planner.chunks) if turn.held is None else None
-        await self._pending.wait(min(SAVE_WAIT_SHARE * cost, MAX_SAVE_WAIT), heads)
+        if turn.held is not None:
+            chains = {rows.chunk for rows in turn.held.rows if rows.end > turn.held.inexact_from}
+            seconds = min(SPLICE_WAIT_SHARE * cost, MAX_SPLICE_WAIT)
+            await self._pending.wait_for(self._store(settings.tenant), chains, seconds)
+        elif settings.mode == "reuse" or self._planner.block_size is None:
+            heads = heads_of(turn.tokens, settings.tenant, self._planner.chunks)
+            await self._pending.wait(min(SAVE_WAIT_SHARE * cost, MAX_SAVE_WAIT), heads)
 
     async def _begin_turn(self, tokens: Tokens, settings: RequestSettings) -> Turn:
         begin = functools.partial(self.sessions.begin, settings, tokens, can_turn=self._reuse_refused is None)

@@ -26,7 +26,8 @@ def store(tmp_path: Path) -> NodeStore:
 
 
 def put(store: NodeStore, chain: str) -> None:
-    tokens = as_tokens(range(40))
+    first = 1000 * ord(chain[0])  # another text each: of two alike, the store would look into the first
+    tokens = as_tokens(range(first, first + 40))
     header = ChunkHeader(chain, root_key("t"), content_key("t", tokens), "t", Domain.EXACT, 0, tokens)
     store.put(header, torch.zeros(1, 40, 1, 4))
 
@@ -91,3 +92,24 @@ def test_a_text_without_limits_is_waited_for_behind_another_header():
     one, other = (heads_of(prompt, "t", ChunkSizes()) for prompt in prompts)
     assert head_key("t", prompts[0]) not in other
     assert one & other
+
+
+async def test_a_splice_waits_for_its_own_chunks_by_name(store):
+    pending = PendingSaves()
+    pending.add(store, {"chain": "cc", "heads": []})
+    put(store, "aa")
+    waiting = asyncio.create_task(pending.wait_for(store, {"aa", "bb"}, FOREVER))
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    put(store, "bb")
+    await waiting
+    assert len(pending) == 1, "others' saves are not waited for"
+
+
+async def test_nothing_is_waited_for_that_nobody_stores(store):
+    pending = PendingSaves()
+    await pending.wait_for(store, {"gone"}, FOREVER)
+    pending.add(store, {"chain": "cc", "heads": []})
+    await pending.wait_for(store, {"gone"}, 0.01)
+    put(store, "cc")
+    await pending.wait_for(store, {"gone"}, FOREVER)

@@ -397,7 +397,7 @@ def test_an_edited_history_costs_the_edit_and_is_explained(client: openai.OpenAI
 )
 def test_a_directive_may_name_tokens_messages_or_a_tool_call(client: openai.OpenAI, directive: Any) -> None:
     session = f"splice-2-{directive['span']}"
-    messages = agent_turns(hash(session) % 1000, 3)
+    messages = agent_turns(10 + len(session), 3)
     ask_as(client, session, messages)
     asked = [*messages, {"role": "user", "content": "Well?"}]
     told = ask_as(client, session, asked, directives=[directive]).model_extra["ropewalk"]
