@@ -26,10 +26,10 @@ def store(tmp_path: Path) -> NodeStore:
 
 
 def put(store: NodeStore, chain: str) -> None:
-    first = 1000 * ord(chain[0])  # another text each: of two alike, the store would look into the first
-    tokens = as_tokens(range(first, first + 40))
+    # Too short to be listed by its head: the store would look into it, and find that this is not its name.
+    tokens = as_tokens(range(20))
     header = ChunkHeader(chain, root_key("t"), content_key("t", tokens), "t", Domain.EXACT, 0, tokens)
-    store.put(header, torch.zeros(1, 40, 1, 4))
+    store.put(header, torch.zeros(1, 20, 1, 4))
 
 
 async def test_a_request_waits_for_what_begins_like_it(store):
