@@ -37,12 +37,14 @@ def run(session: str, edits: str | None) -> list[float]:
         results = [message for message in messages if message["role"] == "tool"]
         for message in results[:-KEEP]:  # the edit
             message["content"] = NOTE
-        field = {"session": session, "explain": True, **({"edits": edits} if edits else {})}
+        # Without position-independent reuse, so that the two runs differ in edits alone.
+        field = {"session": session, "explain": True, "reuse": "exact", **({"edits": edits} if edits else {})}
         start = time.perf_counter()
         stream = client.chat.completions.create(
             model="smollm2-135m",
             messages=messages,
             tools=TOOLS,
+            tool_choice="none",  # scripted; "auto" needs enable_auto_tool_choice and tool_call_parser in engine_args
             max_tokens=16,
             stream=True,
             extra_body={"ropewalk": field},
