@@ -31,16 +31,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
             "tokens, divergence, recall. Prints tables; --json writes all figures."
         ),
     )
-    parser.add_argument(
-        "--models", nargs="+", default=list(EMBEDDED), metavar="SOURCE", help="default: the embedded ones"
-    )
-    parser.add_argument(
-        "--lengths",
-        nargs="+",
-        type=int,
-        metavar="TOKENS",
-        help=f"of bodies (default: {' '.join(map(str, LENGTHS))}, as far as the model has positions)",
-    )
+    add_models_and_lengths(parser, "of bodies", LENGTHS)
     parser.add_argument(
         "--pattern-length", type=int, default=1536, metavar="TOKENS", help="body length of the patterns"
     )
@@ -64,6 +55,20 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all figures here")
     return parser
+
+
+def add_models_and_lengths(parser: argparse.ArgumentParser, what: str, lengths: Sequence[int]) -> None:
+    """Add the options that say which models, and texts of which lengths, a study measures."""
+    parser.add_argument(
+        "--models", nargs="+", default=list(EMBEDDED), metavar="SOURCE", help="default: the embedded ones"
+    )
+    parser.add_argument(
+        "--lengths",
+        nargs="+",
+        type=int,
+        metavar="TOKENS",
+        help=f"{what} (default: {' '.join(map(str, lengths))}, as far as the model has positions)",
+    )
 
 
 def longest_prompt(lengths: Sequence[int], pattern_length: int) -> int:

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ropewalk.cluster.bench.output import check_writable
-from ropewalk.cluster.bench.reuse import lengths_for
+from ropewalk.cluster.bench.reuse import add_models_and_lengths, lengths_for
 from ropewalk.cluster.cli import UserError
-from ropewalk.cluster.models import EMBEDDED
 
 LENGTHS = (512, 2048, 6144)
 PARTS = ("faithfulness", "exactness", "chained", "load", "edits")
@@ -29,16 +28,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
             "Prints tables; --json writes all figures."
         ),
     )
-    parser.add_argument(
-        "--models", nargs="+", default=list(EMBEDDED), metavar="SOURCE", help="default: the embedded ones"
-    )
-    parser.add_argument(
-        "--lengths",
-        nargs="+",
-        type=int,
-        metavar="TOKENS",
-        help=f"of what follows an edit (default: {' '.join(map(str, LENGTHS))}, as far as the model has positions)",
-    )
+    add_models_and_lengths(parser, "of what follows an edit", LENGTHS)
     parser.add_argument("--skip", nargs="+", default=[], choices=PARTS, help="parts to leave out")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="some minutes a model on two cores (the default)")

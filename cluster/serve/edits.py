@@ -120,13 +120,16 @@ class RequestEditor:
     async def edit(self, request: Any, settings: RequestSettings) -> tuple[RequestSettings, Applied]:
         """Edit `request` in place; return settings that carry what is left for the engine, and what was done.
 
-        Raises `RequestRefused` before anything has changed.
+        Raises `RequestRefused`; the request is then as it was.
         """
         extra: Mapping[str, Any] = request.model_extra or {}
         directives = read_directives(extra)
         context = read_context(extra)
         messages = getattr(request, "messages", None)
         applied = Applied()
+        spans = [one for one in directives if isinstance(one.span, TokenSpan)]
+        if messages is not None and spans and len(spans) < len(directives):
+            raise RequestRefused("spans of tokens and of messages cannot be mixed in a request", f"{FIELD}.directives")
         if messages is None and context is not None:
             raise RequestRefused("'context_management' needs a chat's messages", CONTEXT_FIELD)
         if messages is not None:
@@ -138,18 +141,18 @@ class RequestEditor:
                 settings = replace(settings, edits="forget")
             elif modes:
                 settings = replace(settings, edits=settings.edits or "amortize", expects_splice=True)
-        elif any(not isinstance(one.span, TokenSpan) for one in directives):
+        elif len(spans) < len(directives):
             raise RequestRefused(
                 "messages and tool calls are those of a chat; give spans of tokens", f"{FIELD}.directives"
             )
-        spans = [(number, one) for number, one in enumerate(directives) if isinstance(one.span, TokenSpan)]
         if spans:
-            if messages is not None and len(spans) < len(directives):
-                raise RequestRefused(
-                    "spans of tokens and of messages cannot be mixed in a request", f"{FIELD}.directives"
-                )
-            found = [self.directive(one) for _, one in spans]
-            _checked(found, await self._tokenizing.num_prompt_tokens(request))
+            found = [self.directive(one) for one in spans]
+            try:
+                _checked(found, await self._tokenizing.num_prompt_tokens(request))
+            except RequestRefused:
+                if messages is not None:
+                    request.messages = messages
+                raise
             settings = replace(settings, directives=[as_params(one) for one in found])
         return settings, applied
 

@@ -147,7 +147,8 @@ class AgentServer(LLMServer):
                 self._observer.observe(request, settings, reports)
 
     async def session(self, request: SessionCall, raw_request_info: Any = None) -> AsyncIterator[dict[str, Any]]:
-        """Look at a session (`get`), forget it (`delete`), or apply `directives` to what it holds; yields one answer.
+        """Look at a session (`get`), forget it (`delete`), `apply` directives to what it holds, or do to the KV of a
+        span what the action says (`_verb`); yields one answer.
 
         An answer with `error` is OpenAI's error object.
         """
