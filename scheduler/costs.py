@@ -50,6 +50,7 @@ class StageCost:
         assumed = [-1.0, 0.0, 1.0, 0.0, 0.0] if initial_run is None else [0.0, -float(initial_run), 1.0, 0.0, 0.0]
         self._assumed = ASSUMED_WEIGHT * np.outer(assumed, assumed) + np.diag([0, 0, 0, FREE_CACHED**2, FREE_PAIRS**2])
         self._products = np.zeros((6, 6))  # of (1, n, s, m, pairs, seconds) with itself, over seconds squared
+        self._lengths = np.zeros(3)  # of (1, n, n squared): relative weights would hide long prompts behind short ones
         self._costs: npt.NDArray[np.float64] = np.zeros(5)
 
     @property
@@ -81,7 +82,8 @@ class StageCost:
             row[5] = min(max(row[5], expected / OUTLIER), expected * OUTLIER)
         row /= row[5]
         self._products = DECAY * self._products + np.outer(row, row)
-        weight, sum_n, sum_squares = self._products[0, 0], self._products[0, 1], self._products[1, 1]
+        self._lengths = DECAY * self._lengths + np.array([1.0, num_tokens, num_tokens**2])
+        weight, sum_n, sum_squares = self._lengths
         if sum_squares / weight - (sum_n / weight) ** 2 < MIN_SPREAD**2:
             return
         costs = self._solve(self._short_s or seconds)

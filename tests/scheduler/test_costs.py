@@ -105,3 +105,11 @@ def test_what_attention_to_a_position_costs_is_found():
         cost.observe(n, s, m, seconds * rng.uniform(0.97, 1.03))
     assert 1.5e-3 < cost.per_position < 3e-3
     assert StageCost(initial_run=32).per_position == 0.0
+
+
+@pytest.mark.parametrize("per_token_s", [1e-5, 1e-4, 1.5e-3, 1e-2])
+def test_two_prefills_tell_what_a_token_costs_however_much_that_is(per_token_s):
+    cost = StageCost(LEAST_RUN)
+    for length in (32, 416):
+        cost.observe(length, 0, 0, 0.02 + per_token_s * length)
+    assert cost.per_token_s == pytest.approx(per_token_s, rel=0.35)
