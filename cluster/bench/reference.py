@@ -15,8 +15,7 @@ def load_reference(model: str) -> Any:
     """Load a model as transformers has it, in float32, for `reference`."""
     from transformers import AutoModelForCausalLM
 
-    loaded = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=torch.float32, attn_implementation="eager")
-    return loaded.eval()
+    return AutoModelForCausalLM.from_pretrained(resolve(model), dtype=torch.float32, attn_implementation="sdpa").eval()
 
 
 def reference(
@@ -31,25 +30,53 @@ def reference(
            source: A · S · C                  causal
            target: A · R · (C, reused) · q    causal, and the reused rows of source
     """
+    return references(model, source, target, [()], runs, shift)[0]
+
+
+def references(
+    model: Any,
+    source: Sequence[int],
+    target: Sequence[int],
+    tails: Sequence[Sequence[int]],
+    runs: Sequence[tuple[int, int]],
+    shift: int,
+) -> list[LogProbs]:
+    """As `reference`, of `target` followed by each of `tails`, in one pass: no tail sees another one. `runs` lie inside
+    `target`.
+    """
     reused = {position for start, end in runs for position in range(start, end)}
     own = [position for position in range(len(target)) if position not in reused]
-    source_at = [position + shift for position in range(len(source))] if reused else []
-    positions = torch.tensor([*source_at, *own])
-    tokens = torch.tensor([*(source if reused else ()), *(target[position] for position in own)])
-    num_source = len(source_at)
-    is_source = torch.arange(len(positions)) < num_source
-    is_reused = torch.tensor([index < num_source and int(p) in reused for index, p in enumerate(positions)])
+    num_source = len(source) if reused else 0
+    positions = torch.tensor(
+        [
+            *(position + shift for position in range(num_source)),
+            *own,
+            *(len(target) + index for tail in tails for index in range(len(tail))),
+        ]
+    )
+    tokens = torch.tensor(
+        [*source[:num_source], *(target[position] for position in own), *(token for tail in tails for token in tail)]
+    )
+    # Whose a token is: of the source, of the target, of the first tail, ...
+    owner = torch.tensor(
+        [-1] * num_source + [0] * len(own) + [number for number, tail in enumerate(tails, 1) for _ in tail]
+    )
+    is_source = owner == -1
+    is_reused = is_source & torch.tensor([int(position) in reused for position in positions])
+    mine = (owner.unsqueeze(0) == owner.unsqueeze(1)) | (owner == 0)
+    visible = torch.where(is_source.unsqueeze(1), is_source, is_reused | (mine & ~is_source))
     causal = positions.unsqueeze(1) >= positions.unsqueeze(0)
-    visible = torch.where(is_source.unsqueeze(1), is_source, is_reused | ~is_source)
     mask = torch.where(causal & visible, 0.0, torch.finfo(torch.float32).min)
-    positions = positions - min(0, int(positions.min()))
+    ends, end = [], num_source + len(own)
+    for tail in tails:
+        ends.append((end + len(tail) if tail else num_source + len(own)) - 1)
+        end += len(tail)
     with torch.no_grad():
         out = model(
             tokens[None],
             attention_mask=mask[None, None],
-            position_ids=positions[None],
+            position_ids=(positions - min(0, int(positions.min())))[None],
             use_cache=False,
-            logits_to_keep=1,
+            logits_to_keep=torch.tensor(ends),
         )
-    log_probs: LogProbs = out.logits[0, -1].log_softmax(-1).numpy()
-    return log_probs
+    return [row.log_softmax(-1).numpy() for row in out.logits[0]]

@@ -13,9 +13,15 @@ from typing import Any
 from ropewalk.cluster.bench.output import check_writable
 from ropewalk.cluster.bench.reuse import add_models_and_lengths, lengths_for
 from ropewalk.cluster.cli import UserError
+from ropewalk.cluster.models import RECALL_MLA
 
-LENGTHS = (512, 2048, 6144)
-PARTS = ("faithfulness", "exactness", "chained", "load", "edits")
+LENGTHS = {RECALL_MLA: (2048, 6144)}
+DEFAULT_LENGTHS = (2048,)
+"""Tokens behind an edit, by model: the recall model's cost little."""
+PARTS = ("faithfulness", "exactness", "chained", "policies", "load", "edits", "deep")
+
+DEEP = "deep-mla"
+"""In reports: a model of 27 layers with random weights. It only shows what splices follow."""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -28,7 +34,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
             "Prints tables; --json writes all figures."
         ),
     )
-    add_models_and_lengths(parser, "of what follows an edit", LENGTHS)
+    add_models_and_lengths(parser, "of what follows an edit", DEFAULT_LENGTHS)
     parser.add_argument("--skip", nargs="+", default=[], choices=PARTS, help="parts to leave out")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="some minutes a model on two cores (the default)")
@@ -40,22 +46,22 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Run the study. Raises `UserError` for what cannot be run."""
-    if min(args.lengths or LENGTHS) < 256:
+    if min(args.lengths or DEFAULT_LENGTHS) < 256:
         raise UserError("--lengths: at least 256 tokens, or there is nothing to splice")
     args.pattern_length = 0
-    lengths = {model: lengths_for(model, args, LENGTHS) for model in args.models}
+    lengths = {model: lengths_for(model, args, LENGTHS.get(model, DEFAULT_LENGTHS)) for model in args.models}
     check_writable("--json", args.json)
     from ropewalk.cluster.bench.reuse_study import machine
-    from ropewalk.cluster.bench.splice_study import run_model
+    from ropewalk.cluster.bench.splice_study import run_deep, run_model
     from ropewalk.cluster.bench.tables import print_splices
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the engines would stay behind
     start = time.perf_counter()
     report: dict[str, Any] = {"machine": machine(), "seed": args.seed, "models": {}}
-    for model in args.models:
-        report["models"][model] = run_model(model, args, lengths[model])
+    for model in [*args.models, *([] if "deep" in args.skip else [DEEP])]:
+        report["models"][model] = run_deep(args) if model == DEEP else run_model(model, args, lengths[model])
+        report["seconds"] = round(time.perf_counter() - start, 1)
         if args.json:  # after each model: what was measured is not lost
-            report["seconds"] = round(time.perf_counter() - start, 1)
             args.json.write_text(json.dumps(report, indent=1) + "\n")
     print_splices(report)
     return 0

@@ -1,5 +1,9 @@
-"""Sessions that edit their history at every turn, several at a time: the mechanism table of Leyline (section 1 of the
-paper's evaluation), on engines in this process, with lengths scaled to a small model.
+"""Sessions that edit their history at every turn, several at a time: the mechanism table of Leyline, on engines in this
+process, with lengths scaled to a small model (the paper: 4,096 tokens of system prompt, 2,048 a turn).
+
+    turn 0     system · result · result · result · result              the session is resumed with KEEP results
+    turn t     system · note · … · note · result · … · result          each turn brings one, and cuts one to a note
+                                     ^ the edit    ^ moves   ^ new
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ import itertools
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ropewalk.cluster.bench.engine import Engine
@@ -16,22 +21,30 @@ from ropewalk.cluster.bench.statistics import spread
 from ropewalk.cluster.bench.tasks import Task
 
 SESSIONS, TURNS = 16, 6
-SYSTEM, RESULT, QUESTION, STUB, ANSWER = 128, 120, 8, 8, 8
-"""Tokens of the system prompt, of a turn's tool result and question, of what an old result gives way to, of answers."""
+SYSTEM, RESULT, QUESTION, STUB, ANSWER = 112, 44, 8, 8, 4
+"""Tokens of the system prompt, of a turn's tool result and question, of what an old result gives way to, of answers.
+The first two are multiplied where prompts cost little.
+"""
 
-FRESH = 2
-"""Results that stay whole: at each turn the one before those is edited away."""
+AT_ONCE = (1, 4, 8, 16)
+"""Sessions at a time."""
+
+KEEP = 4
+"""Results that stay whole, as in docs/examples/evict_tool_output.py. All but the newest stand behind the edit."""
+
+LONG_SYSTEM, SHORT_TURN = 1280, 24
+"""Tokens where nothing is edited: so much is added a turn that more than 90 % of a prompt have been seen before."""
 
 _names = itertools.count()
 
 
 def mechanism(
-    plain: Engine, ours: Engine, task: Task, rng: random.Random, at_once: Sequence[int]
+    plain: Engine, ours: Engine, task: Task, rng: random.Random, scale: int, at_once: Sequence[int] = AT_ONCE
 ) -> list[dict[str, Any]]:
     """Measure both engines on the same sessions, for each number of sessions at once, edits at every turn."""
     rows = []
     for concurrency in at_once:
-        texts = [_texts(task, rng) for _ in range(SESSIONS)]
+        texts = [_texts(task, rng, scale) for _ in range(SESSIONS)]
         row: dict[str, Any] = {"concurrency": concurrency}
         for name, engine, settings in (("plain", plain, {}), ("ropewalk", ours, {"edits": "amortize"})):
             row[name] = engine.run(_run(engine, texts, concurrency, settings))
@@ -41,44 +54,66 @@ def mechanism(
 
 
 def append_only(plain: Engine, ours: Engine, task: Task, rng: random.Random, sessions: int) -> dict[str, Any]:
-    """Measure sessions that edit nothing, one at a time, the engines in turn: here splices can only cost."""
-    found: dict[str, list[float]] = {"plain_s": [], "ropewalk_s": []}
+    """Measure long sessions that edit nothing, one at a time: nearly all is in vLLM's own cache, so that splices can
+    only cost. The engines are asked in turn, and take turns in being first.
+    """
+    times: dict[Engine, list[float]] = {plain: [], ours: []}
     hits = prompts = 0
-    for _ in range(sessions):
-        system, results, questions = _texts(task, rng)
-        histories: dict[str, list[int]] = {"plain_s": list(system), "ropewalk_s": list(system)}
-        name = f"append-{next(_names)}"
-        for turn, (result, question) in enumerate(zip(results, questions, strict=True)):
-            for arm, engine, settings in (
-                ("plain_s", plain, {}),
-                ("ropewalk_s", ours, {"edits": "amortize", "session": name}),
-            ):
-                tokens = [*histories[arm], *result, *question]
+    for number in range(sessions):
+        settings = {plain: {}, ours: {"edits": "amortize", "session": f"append-{next(_names)}"}}
+        system = task.header(rng, LONG_SYSTEM)
+        histories = {plain: list(system), ours: list(system)}
+        for turn in range(TURNS):
+            added = task.filler(rng, SHORT_TURN)
+            for engine in (plain, ours) if (number + turn) % 2 else (ours, plain):
+                tokens = [*histories[engine], *added]
+                ours.settle()
                 start = time.perf_counter()
-                answer = engine.ask(tokens, max_tokens=ANSWER, ignore_eos=True, **settings)
+                answer = engine.ask(tokens, max_tokens=ANSWER, ignore_eos=True, **settings[engine])
                 if turn:
-                    found[arm].append(time.perf_counter() - start)
+                    times[engine].append(time.perf_counter() - start)
                     if engine is ours:
                         hits += answer.num_cached
                         prompts += len(tokens)
-                histories[arm] = [*tokens, *answer.token_ids]
-    pairs = [b / a for a, b in zip(found["plain_s"], found["ropewalk_s"], strict=True)]
+                histories[engine] = [*tokens, *answer.token_ids]
+    pairs = [b / a for a, b in zip(times[plain], times[ours], strict=True)]
     return {
         "hit_rate": hits / prompts,
         "ratio_of_pairs": spread(pairs),
-        **{arm: spread(values) for arm, values in found.items()},
+        "plain_s": spread(times[plain]),
+        "ropewalk_s": spread(times[ours]),
     }
 
 
-Texts = tuple[list[int], list[list[int]], list[list[int]]]
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """A session's texts, in tokens: one result and one question a turn, those before it is resumed included."""
+
+    system: list[int]
+    results: list[list[int]]
+    questions: list[list[int]]
+    earlier_answers: list[list[int]]
+
+    def prompt(self, turn: int, answers: Sequence[Sequence[int]]) -> list[int]:
+        """The prompt of a turn, counted from 0, after so many answers."""
+        tokens = list(self.system)
+        said = [*self.earlier_answers, *answers]
+        num_results = KEEP + turn
+        for number in range(num_results):
+            is_old = number < num_results - KEEP
+            tokens += self.results[number][:STUB] if is_old else self.results[number]
+            tokens += self.questions[number]
+            tokens += said[number] if number < num_results - 1 else ()
+        return tokens
 
 
-def _texts(task: Task, rng: random.Random) -> Texts:
-    """A session's system prompt, its tool results and its questions."""
-    return (
-        task.header(rng, SYSTEM),
-        [task.filler(rng, RESULT) for _ in range(TURNS)],
-        [task.filler(rng, QUESTION) for _ in range(TURNS)],
+def _texts(task: Task, rng: random.Random, scale: int) -> Texts:
+    count = KEEP + TURNS - 1
+    return Texts(
+        task.header(rng, scale * SYSTEM),
+        [task.filler(rng, scale * RESULT) for _ in range(count)],
+        [task.filler(rng, QUESTION) for _ in range(count)],
+        [task.filler(rng, ANSWER) for _ in range(KEEP - 1)],
     )
 
 
@@ -88,28 +123,25 @@ async def _run(engine: Engine, texts: Sequence[Texts], concurrency: int, setting
     after_edit: list[float] = []
     cached = prompts = 0
 
-    async def session(system: list[int], results: list[list[int]], questions: list[list[int]]) -> None:
+    async def session(text: Texts) -> None:
         nonlocal cached, prompts
         own = {"session": f"load-{next(_names)}", **settings} if settings else {}
         answers: list[tuple[int, ...]] = []
         async with slots:
             for turn in range(TURNS):
-                tokens = list(system)
-                for past in range(turn + 1):
-                    is_old = past < turn + 1 - FRESH
-                    tokens += results[past][:STUB] if is_old else results[past]
-                    tokens += questions[past]
-                    tokens += answers[past] if past < turn else ()
+                tokens = text.prompt(turn, answers)
                 start = time.perf_counter()
                 answer = await engine.ask_async(tokens, max_tokens=ANSWER, ignore_eos=True, **own)
                 latencies.append(time.perf_counter() - start)
-                if turn >= FRESH:
+                if turn:
                     after_edit.append(answer.ttft_s)
                 answers.append(answer.token_ids)
                 cached += answer.num_cached
                 prompts += len(tokens)
 
-    await asyncio.gather(*(session(*text) for text in texts))
+    start = time.perf_counter()
+    await asyncio.gather(*(session(text) for text in texts))
+    seconds = time.perf_counter() - start
     ordered = sorted(latencies)
     return {
         "hit_rate": cached / prompts,
@@ -117,4 +149,6 @@ async def _run(engine: Engine, texts: Sequence[Texts], concurrency: int, setting
         "latency_p95_s": ordered[int(0.95 * len(ordered))],
         "ttft_after_edit_s": spread(after_edit),
         "turns": len(latencies),
+        "turns_per_s": len(latencies) / seconds,
+        "mean_prompt": prompts / len(latencies),
     }

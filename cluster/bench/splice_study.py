@@ -14,21 +14,25 @@ from __future__ import annotations
 import argparse
 import math
 import random
+import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ropewalk.cluster.bench.engine import Answer, Engine
-from ropewalk.cluster.bench.reference import load_reference, reference
+from ropewalk.cluster.bench.reference import load_reference, references
 from ropewalk.cluster.bench.reuse_study import Tally, engines, note
 from ropewalk.cluster.bench.splice_load import append_only, mechanism
-from ropewalk.cluster.bench.statistics import divergence, share, spread
-from ropewalk.cluster.bench.tasks import Question, Task, task_of
+from ropewalk.cluster.bench.splice_policies import policy_table, stale_tasks
+from ropewalk.cluster.bench.statistics import LogProbs, divergence, share, spread
+from ropewalk.cluster.bench.tasks import Question, RandomTask, Task, task_of
 from ropewalk.cluster.models import RECALL_MLA
+from ropewalk.cluster.models.tiny import DEEP_MLA, write
 
 ARMS: dict[str, dict[str, Any]] = {
     "splice": {},
@@ -36,14 +40,21 @@ ARMS: dict[str, dict[str, Any]] = {
     "boundary-16": {"boundary": 16},
     "boundary-64": {"boundary": 64},
 }
-HEADER = 96
-"""Tokens of A."""
+HEADER = 48
+"""Tokens of A, or up to 32 more."""
+BEHIND = range(96, 192)
+"""Tokens of C where faithfulness is examined: the float32 reference is what takes time."""
+AT_ONCE = 8
+"""Prompts asked together where nothing is timed."""
 REMOVED, STUB = 400, 12
 """Tokens of S and R where time is measured."""
 
 DELTAS = (-1, -1024, 7, -200, -33, -256, 0, -150, 64, -300, -17, -130, 1, -512, -48, -180, -64, -100)
 """By how much the text behind an edit moves where faithfulness is examined; `R` is empty in every third prompt.
-Every other prompt, those with much removed, asks for what was removed."""
+Of the two prompts an edit, one asks about what is behind it, one about what was removed if that is long enough."""
+
+LONG = 4096
+"""With more tokens behind an edit, fewer questions and rounds have to do."""
 
 EXACT_TOKENS = 8
 """Tokens of an answer that must be plain vLLM's."""
@@ -66,7 +77,8 @@ class Counts:
     """Prompts of faithfulness and of exactness; documents a length, questions a document, timed rounds.
 
     `seconds`: for the documents of a length; no further one is begun that would not be done by then. Prompts with
-    chained edits; sessions at once where each edits at every turn; sessions that edit nothing.
+    chained edits; sessions that edit nothing; tasks with stale output; how many times longer the prompts are that are
+    edited at every turn.
     """
 
     faithfulness: int
@@ -74,16 +86,20 @@ class Counts:
     documents: int
     questions: int
     rounds: int
-    seconds: float = math.inf
-    chained: int = 10
-    at_once: tuple[int, ...] = (1, 4, 8, 16)
-    append_only: int = 6
+    seconds: float
+    chained: int
+    append_only: int
+    policies: int
+    scale: int
 
 
-QUICK = {True: Counts(108, 100, 4, 10, 5, 25), False: Counts(108, 0, 2, 4, 3, 25)}
+QUICK = {
+    True: Counts(102, 100, 4, 10, 5, 25, chained=10, append_only=6, policies=100, scale=2),
+    False: Counts(102, 0, 2, 4, 3, 12, chained=5, append_only=3, policies=48, scale=1),
+}
 FULL = {
-    True: Counts(540, 200, 20, 20, 15, chained=50, append_only=30),
-    False: Counts(270, 0, 10, 12, 9, chained=30, append_only=20),
+    True: Counts(540, 200, 20, 20, 15, math.inf, chained=50, append_only=30, policies=400, scale=4),
+    False: Counts(270, 0, 10, 12, 9, math.inf, chained=30, append_only=20, policies=400, scale=2),
 }
 """By whether the model is the recall model, whose prompts cost little. It alone shows exactness; tests do of others."""
 
@@ -104,61 +120,145 @@ class Edit:
     def source(self) -> list[int]:
         return [*self.header, *self.removed, *self.behind]
 
+    def directive(self, mode: str) -> list[Any]:
+        """The edit as a directive on the source, as `RequestSettings` carry it."""
+        start = len(self.header)
+        return [start, start + len(self.removed), list(self.stub), mode]
+
     @property
     def target(self) -> list[int]:
         return [*self.header, *self.stub, *self.behind]
 
 
+@dataclass(frozen=True, slots=True)
+class Case:
+    """An edit that moves what is behind it by `delta`, and what is asked before and after it: about C, and about S."""
+
+    delta: int
+    edit: Edit
+    questions: tuple[Question, Question]
+    before: tuple[int, ...]
+    asks_for_removed: bool
+
+    @property
+    def source(self) -> list[int]:
+        return [*self.edit.source, *self.before]
+
+
+@dataclass(slots=True)
+class Faithfulness:
+    """Splices against the reference, counted."""
+
+    kl: list[float] = field(default_factory=list)
+    spliced: list[float] = field(default_factory=list)
+    same: int = 0
+    ties: int = 0
+    follows: dict[str, int] = field(default_factory=lambda: {"full context": 0, "edited prompt": 0, "neither": 0})
+
+    def add(self, truth: LogProbs, answer: Answer) -> None:
+        """Take in one answer's first token."""
+        assert answer.logprobs is not None
+        self.kl.append(divergence(truth, answer.logprobs[0]))
+        second, first = np.sort(truth)[-2:]
+        if first - second < NEAR_TIE:
+            self.ties += 1
+        else:
+            self.same += int(truth.argmax()) == answer.token_ids[0]
+
+    def follow(self, answer: Answer, full: Answer, edited: Answer) -> None:
+        """Take in which answer a splice gives, where the full context's and the edited prompt's differ."""
+        if full.token_ids == edited.token_ids:
+            return
+        said = answer.token_ids
+        whose = "full context" if said == full.token_ids else "edited prompt" if said == edited.token_ids else "neither"
+        self.follows[whose] += 1
+
+    def summary(self) -> dict[str, Any]:
+        """JSON-able figures."""
+        return {
+            "prompts": len(self.kl),
+            "near_ties": self.ties,
+            "same_first_token": share(self.same, len(self.kl) - self.ties),
+            "kl": spread(self.kl),
+            "spliced_share": spread(self.spliced),
+            "follows": self.follows,
+        }
+
+
 class Study:
     """One model: its task, plain vLLM and Ropewalk."""
 
-    def __init__(self, model: str, plain: Engine, ours: Engine, seed: int) -> None:
+    def __init__(self, model: str, plain: Engine, ours: Engine, seed: int, task: Task | None = None) -> None:
         self.model, self.plain, self.ours = model, plain, ours
-        self.task: Task = task_of(model)
+        self.task: Task = task if task is not None else task_of(model)
         self.rng = random.Random(f"{model}/{seed}")
         self._sessions = count()
+        self.is_warm = False
 
     def faithfulness(self, num_prompts: int) -> dict[str, Any]:
-        """Compare first tokens of splices with the reference's."""
+        """Compare first tokens of splices with the reference's, two prompts an edit."""
         model = load_reference(self.model)
-        same = ties = 0
-        kl, spliced, follows = [], [], {"full context": 0, "edited prompt": 0, "neither": 0}
-        for number in range(num_prompts):
-            delta = DELTAS[number % len(DELTAS)]
-            edit, question = self._edit_by(delta, is_empty=number % 3 == 0 and delta < 0, about_removed=number % 2 == 1)
-            source, target = [*edit.source, *self.task.filler(self.rng, 8)], [*edit.target, *question.tokens]
-            length = len(question.answer)
-            answer = self._spliced(source, target, max_tokens=length, logprobs=True)
-            assert answer.report is not None
-            assert answer.logprobs is not None
-            taken = [part for part in answer.report.plan if part.source == "splice"]
-            assert all(part.turn == delta for part in taken), "not all of it comes from the source"
-            runs = [(part.start, part.end) for part in taken]
-            truth = reference(model, source, target, runs, delta)
-            first, second = np.sort(truth)[-2:][::-1]
-            kl.append(divergence(truth, answer.logprobs[0]))
-            spliced.append(sum(end - start for start, end in runs) / len(edit.behind))
-            if first - second < NEAR_TIE:
-                ties += 1
-            else:
-                same += int(truth.argmax()) == answer.token_ids[0]
-            if number % 2 == 0:
-                continue  # what is asked about C is answered alike with S and without it
-            full, edited = (
-                self.plain.ask(prompt, max_tokens=length, ignore_eos=True).token_ids
-                for prompt in ([*edit.source, *question.tokens], target)
-            )
-            if full != edited:
-                said = answer.token_ids
-                follows["full context" if said == full else "edited prompt" if said == edited else "neither"] += 1
-        return {
-            "prompts": num_prompts,
-            "near_ties": ties,
-            "same_first_token": share(same, num_prompts - ties),
-            "kl": spread(kl),
-            "spliced_share": spread(spliced),
-            "follows": follows,
-        }
+        found = Faithfulness()
+        for begin in range(0, num_prompts // 2, AT_ONCE):
+            cases = [self._case(number) for number in range(begin, min(begin + AT_ONCE, num_prompts // 2))]
+            answers_of = dict(zip(cases, self._spliced_together(cases), strict=True))
+            for case, answers in answers_of.items():
+                taken, again = (
+                    [part for part in answer.report.plan if part.source == "splice"] if answer.report else []
+                    for answer in answers
+                )
+                assert taken == again, "what is asked behind it makes no difference"
+                assert all(part.turn == case.delta for part in taken), "not all of it comes from the source"
+                runs = [(part.start, part.end) for part in taken]
+                found.spliced.append(sum(end - start for start, end in runs) / len(case.edit.behind))
+                tails = [question.tokens for question in case.questions]
+                truths = references(model, case.source, case.edit.target, tails, runs, case.delta)
+                for truth, answer in zip(truths, answers, strict=True):
+                    found.add(truth, answer)
+            # What is asked about C is answered alike with S and without it.
+            about_removed = [case for case in cases if case.asks_for_removed]
+            for case, full, edited in zip(about_removed, *self._exact_together(about_removed), strict=True):
+                found.follow(answers_of[case][1], full, edited)
+        return found.summary()
+
+    def _case(self, number: int) -> Case:
+        delta = DELTAS[number % len(DELTAS)]
+        edit, (kept, lost) = self._edit_by(delta, is_empty=number % 3 == 0 and delta < 0)
+        questions = (self.rng.choice(kept), self.rng.choice(lost or kept))
+        return Case(delta, edit, questions, tuple(self.task.filler(self.rng, 8)), bool(lost))
+
+    def _spliced_together(self, cases: Sequence[Case]) -> list[tuple[Answer, Answer]]:
+        """Ask each case's source, then both its questions behind the target."""
+        sessions = [self._session(tenant="faithful") for _ in cases]
+        work = zip(cases, sessions, strict=True)
+        self.ours.gather([self.ours.ask_async(case.source, max_tokens=1, **session) for case, session in work])
+        options: dict[str, Any] = {"ignore_eos": True, "logprobs": True}
+        answers = self.ours.gather(
+            [
+                self.ours.ask_async(
+                    [*case.edit.target, *question.tokens], max_tokens=len(question.answer), **options, **session
+                )
+                for case, session in zip(cases, sessions, strict=True)
+                for question in case.questions
+            ]
+        )
+        return list(zip(answers[::2], answers[1::2], strict=True))
+
+    def _exact_together(self, cases: Sequence[Case]) -> tuple[list[Answer], list[Answer]]:
+        """Ask the second question of each case behind its source, and behind its target, exactly."""
+        answers = self.ours.gather(
+            [
+                self.ours.ask_async(
+                    [*before, *case.questions[1].tokens],
+                    tenant="faithful",
+                    max_tokens=len(case.questions[1].answer),
+                    ignore_eos=True,
+                )
+                for case in cases
+                for before in (case.edit.source, case.edit.target)
+            ]
+        )
+        return answers[::2], answers[1::2]
 
     def exactness(self, num_prompts: int) -> dict[str, Any]:
         """Compare answers that must be plain vLLM's with plain vLLM's: of a FORGET, and of exact requests with the
@@ -168,31 +268,41 @@ class Study:
         different = {"forget": 0, "exact": 0}
         set_aside = 0
         options: dict[str, Any] = {"max_tokens": EXACT_TOKENS, "ignore_eos": True}
-        for number in range(num_prompts):
-            delta = DELTAS[1 + number % (len(DELTAS) - 1)]
-            edit, question = self._edit_by(delta, is_empty=number % 3 == 0 and delta < 0, about_removed=False)
-            source, target = [*edit.source, *question.tokens], [*edit.target, *question.tokens]
-            self._spliced(source, target, max_tokens=EXACT_TOKENS)
-            exact = self.ours.ask(target, tenant="faithful", **options).token_ids
-            session = self._session(tenant="faithful", edits=None)
-            self.ours.ask(source, max_tokens=1, **session)
-            start, end = len(edit.header), len(edit.header) + len(edit.removed)
-            directive = [start, end, list(edit.stub), "forget"]
-            forget = self.ours.ask(source, **options, **session, directives=[directive]).token_ids
+        for begin in range(0, num_prompts, AT_ONCE):
+            cases = [self._case(number) for number in range(begin, min(begin + AT_ONCE, num_prompts))]
+            self._spliced_together(cases)
+            targets = [[*case.edit.target, *case.questions[0].tokens] for case in cases]
+            exact = self.ours.ask_together(targets, tenant="faithful", **options)
+            forget = self._forgotten_together(cases, options)
             self.plain.forget_prefixes()
-            cold, warm = (self.plain.ask(target, **options).token_ids for _ in range(2))
-            if cold != warm:
-                set_aside += 1
-                continue
-            different["forget"] += forget != cold
-            different["exact"] += exact != cold
+            cold, warm = (self.plain.ask_together(targets, **options) for _ in range(2))
+            for right, again, one, other in zip(cold, warm, exact, forget, strict=True):
+                if right.token_ids != again.token_ids:
+                    set_aside += 1
+                    continue
+                different["forget"] += other.token_ids != right.token_ids
+                different["exact"] += one.token_ids != right.token_ids
         return {"prompts": num_prompts, "set_aside": set_aside, "different": different}
+
+    def _forgotten_together(self, cases: Sequence[Case], options: dict[str, Any]) -> list[Answer]:
+        """Ask each case's source, then have S forgotten by a directive."""
+        sessions = [self._session(tenant="faithful", edits=None) for _ in cases]
+        prompts = [[*case.edit.source, *case.questions[0].tokens] for case in cases]
+        work = list(zip(cases, prompts, sessions, strict=True))
+        self.ours.gather([self.ours.ask_async(prompt, max_tokens=1, **session) for _, prompt, session in work])
+        return self.ours.gather(
+            [
+                self.ours.ask_async(prompt, **options, **session, directives=[case.edit.directive("forget")])
+                for case, prompt, session in work
+            ]
+        )
 
     def chained(self, num_prompts: int) -> dict[str, Any]:
         """Compare ten edits of one place with a single one that leads to the same prompt: both turn each row once."""
         drift, same = [], 0
         for _ in range(num_prompts):
-            edit, question = self._edit_by(-100, is_empty=False, about_removed=False)
+            edit, (asked, _) = self._edit_by(-100, is_empty=False)
+            question = self.rng.choice(asked)
             stubs = [self.task.filler(self.rng, self.rng.randrange(1, 80)) for _ in range(CHAINED - 1)]
             source = [*edit.source, *self.task.filler(self.rng, 8)]
             answers = []
@@ -214,6 +324,7 @@ class Study:
         """Measure edits with `length` tokens behind them."""
         arms = {name: Tally() for name in ("prefill", *ARMS)}
         start = time.perf_counter()
+        num_questions = counts.questions if length <= LONG else max(counts.questions // 3, 2)
         for done in range(counts.documents):
             spent = time.perf_counter() - start
             if done and spent * (done + 1) / done > counts.seconds:
@@ -222,9 +333,9 @@ class Study:
             edit, _ = self._edit(body.tokens, REMOVED, STUB)
             asked = [question for question in body.questions if question.answer]
             held_out = [question for question in body.questions if question.continuation]
-            chosen = [self.rng.choice(asked) for _ in range(counts.questions // (2 if held_out else 1))]
-            self._ask_all(arms, edit, chosen + held_out * (counts.questions - len(chosen)))
-        timed = self._time(length, counts.rounds)
+            chosen = [self.rng.choice(asked) for _ in range(num_questions // (2 if held_out else 1))]
+            self._ask_all(arms, edit, chosen + held_out * (num_questions - len(chosen)))
+        timed = self._time(length, counts.rounds if length <= LONG else max(counts.rounds // 2, 2))
         summaries = {name: tally.summary() for name, tally in arms.items()}
         return {
             "length": length,
@@ -238,37 +349,40 @@ class Study:
         }
 
     def _ask_all(self, arms: dict[str, Tally], edit: Edit, questions: Sequence[Question]) -> None:
-        sessions = {}
-        for arm, settings in ARMS.items():
-            sessions[arm] = self._session(tenant=arm, **settings)
-            self.ours.ask([*edit.source, *questions[0].tokens], max_tokens=1, **sessions[arm])
-        for question in questions:
-            tokens = [*edit.target, *question.tokens]
-            forced = question.continuation
-            options = {
-                "max_tokens": len(forced) or self.task.answer_length,
+        """Ask about a spliced text, in all arms; nothing is timed."""
+        prompts = [[*edit.target, *question.tokens] for question in questions]
+        options: list[dict[str, Any]] = [
+            {
+                "max_tokens": len(question.continuation) or self.task.answer_length,
                 "ignore_eos": True,
                 "logprobs": True,
-                "forced": forced,
+                "forced": question.continuation,
             }
-            truth = self.plain.ask(tokens, **options)
+            for question in questions
+        ]
+        work = list(zip(prompts, options, strict=True))
+        truths = self.plain.gather([self.plain.ask_async(prompt, **how) for prompt, how in work])
+        for question, truth in zip(questions, truths, strict=True):
             arms["prefill"].add(question, truth, truth, 0.0)
-            for arm, session in sessions.items():
-                answer = self.ours.ask(tokens, **session, **options)
+        for arm, settings in ARMS.items():
+            session = self._session(tenant="edits", **settings)  # arms that turn keys share what is exact
+            self.ours.ask([*edit.source, *questions[0].tokens], max_tokens=1, **session)
+            answers = self.ours.gather([self.ours.ask_async(prompt, **how, **session) for prompt, how in work])
+            for question, truth, answer in zip(questions, truths, answers, strict=True):
                 assert answer.report is not None
                 arms[arm].add(question, truth, answer, answer.report.tokens["spliced"] / len(edit.behind))
 
     def _time(self, length: int, rounds: int) -> dict[str, list[float]]:
         """Time first tokens after an edit; nothing is being saved meanwhile."""
         timed: dict[str, list[float]] = {"prefill_s": [], "splice_s": [], "spliced_share": []}
-        for number in range(rounds + 1):  # the first one warms up
+        for number in range(int(self.is_warm), rounds + 1):  # the first one warms up
             (body,) = self.task.sections(self.rng, [length])
             edit, _ = self._edit(body.tokens, REMOVED, STUB)
             question = self.task.filler(self.rng, 8)
             session = self._session(tenant="splice")
             options: dict[str, Any] = {"max_tokens": 2, "ignore_eos": True}
-            for engine, own in ((self.plain, {}), (self.ours, session)):
-                engine.ask([*edit.source, *question], **options, **own)
+            self.plain.ask([*edit.header, *question], **options)  # of the source, this is what its cache can serve
+            self.ours.ask([*edit.source, *question], **options, **session)
             self.ours.settle()
             tokens = [*edit.target, *self.task.filler(self.rng, 8)]
             plain = self.plain.ask(tokens, **options)
@@ -279,23 +393,18 @@ class Study:
                 timed["prefill_s"].append(plain.ttft_s)
                 timed["splice_s"].append(ours.ttft_s)
                 timed["spliced_share"].append(ours.report.tokens["spliced"] / length)
+        self.is_warm = True
         return timed
-
-    def _spliced(self, source: Sequence[int], target: Sequence[int], **options: Any) -> Answer:
-        session = self._session(tenant="faithful")
-        self.ours.ask(source, max_tokens=1, **session)
-        return self.ours.ask(target, ignore_eos=True, **options, **session)
 
     def _session(self, **settings: Any) -> dict[str, Any]:
         return {"session": f"session-{next(self._sessions)}", "edits": "amortize", **settings}
 
-    def _edit_by(self, delta: int, *, is_empty: bool, about_removed: bool) -> tuple[Edit, Question]:
-        """An edit that moves what is behind it by `delta`, and a question about that, or about what is removed."""
+    def _edit_by(self, delta: int, *, is_empty: bool) -> tuple[Edit, tuple[list[Question], list[Question]]]:
+        """An edit that moves what is behind it by `delta`, and questions about that, and about what is removed."""
         num_stub = 0 if is_empty else self.rng.randrange(max(delta, 1), max(delta, 1) + 24)
-        (body,) = self.task.sections(self.rng, [self.rng.randrange(200, 360)])
+        (body,) = self.task.sections(self.rng, [self.rng.choice(BEHIND)])
         edit, lost = self._edit(body.tokens, num_stub - delta, num_stub)
-        asked = [q for q in (lost if about_removed and lost else body.questions) if q.answer]
-        return edit, self.rng.choice(asked)
+        return edit, ([q for q in body.questions if q.answer], [q for q in lost if q.answer])
 
     def _edit(self, behind: tuple[int, ...], num_removed: int, num_stub: int) -> tuple[Edit, Sequence[Question]]:
         """Around a text: a fresh header, something that goes, and what comes in its place. With what the first says."""
@@ -319,9 +428,15 @@ def run_model(model: str, args: argparse.Namespace, lengths: Sequence[int]) -> d
         if "chained" not in args.skip:
             note(f"{model}: chained edits")
             found["chained"] = study.chained(counts.chained)
+        tasks = stale_tasks(study.task)
+        if "policies" not in args.skip and tasks is not None:
+            note(f"{model}: stale tool output, by policy")
+            found["policies"] = policy_table(ours, tasks, study.rng, counts.policies)
         if "load" not in args.skip:
             note(f"{model}: sessions that edit at every turn")
-            found["load"] = mechanism(plain, ours, study.task, study.rng, counts.at_once)
+            found["load"] = mechanism(plain, ours, study.task, study.rng, counts.scale)
+            note(f"{model}: sessions that edit nothing")
+            study.is_warm = True
             found["append_only"] = append_only(plain, ours, study.task, study.rng, counts.append_only)
         for length in lengths if "edits" not in args.skip else ():
             note(f"{model}: edits before {length} tokens")
@@ -331,5 +446,17 @@ def run_model(model: str, args: argparse.Namespace, lengths: Sequence[int]) -> d
     if counts.exactness and "exactness" not in args.skip:
         note(f"{model}: exactness, in float32")
         with engines(model, MIN_RUN, **EXACT_ENGINE) as (plain, ours):
-            found["exactness"] = Study(model, plain, ours, args.seed).exactness(counts.exactness)
+            study = Study(model, plain, ours, args.seed)
+            found["exactness"] = study.exactness(counts.exactness)
+            found["faithfulness_float32"] = study.faithfulness(counts.faithfulness // 2)
     return found
+
+
+def run_deep(args: argparse.Namespace) -> dict[str, Any]:
+    """Examine what a splice follows in a deep MLA model with random weights: for that none has to be trained."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = str(write(DEEP_MLA, Path(folder)))
+        with engines(model, MIN_RUN, skip_tokenizer_init=True, dtype="bfloat16") as (plain, ours):
+            note(f"{DEEP_MLA.name}: faithfulness")
+            study = Study(model, plain, ours, args.seed, RandomTask())
+            return {"edits": [], "faithfulness": study.faithfulness(270 if args.full else 36)}

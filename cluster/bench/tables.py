@@ -30,15 +30,9 @@ def print_splices(report: Mapping[str, Any]) -> None:
     """Print what `ropewalk bench splice` found."""
     console = Console()
     for model, found in report["models"].items():
-        if (faithful := found.get("faithfulness")) is not None:
-            table = _table(f"{model}: splices against the float32 reference", "what", "figure")
-            table.add_row("prompts (near-ties set aside)", f"{faithful['prompts']} ({faithful['near_ties']})")
-            table.add_row("same first token", share_text(faithful["same_first_token"]))
-            table.add_row("KL, mean", number(faithful["kl"]["mean"], ".1e"))
-            table.add_row("of the text behind the edit, spliced", number(faithful["spliced_share"]["mean"], ".0%"))
-            for answer, times in faithful["follows"].items():
-                table.add_row(f"where they differ, follows {answer}", str(times))
-            console.print(table)
+        for name, precision in (("faithfulness", "bfloat16"), ("faithfulness_float32", "float32")):
+            if name in found:
+                _print_faithfulness(console, f"{model}, {precision}", found[name])
         if (exact := found.get("exactness")) is not None:
             table = _table(f"{model}: answers that must be plain vLLM's", "what", "compared", "set aside", "different")
             for name, count in exact["different"].items():
@@ -50,6 +44,8 @@ def print_splices(report: Mapping[str, Any]) -> None:
             table.add_row("KL of the first token, mean", number(chained["kl"]["mean"], ".1e"))
             table.add_row("same first token", share_text(chained["same_first_token"]))
             console.print(table)
+        if (policies := found.get("policies")) is not None:
+            _print_policies(console, model, policies)
         if "load" in found:
             _print_load(console, model, found["load"], found["append_only"])
         if found["edits"]:
@@ -64,6 +60,26 @@ def print_splices(report: Mapping[str, Any]) -> None:
             _print_arms(console, model, [(f"{e['length']} tokens", e["arms"]) for e in found["edits"]])
 
 
+def _print_faithfulness(console: Console, model: str, found: Mapping[str, Any]) -> None:
+    table = _table(f"{model}: splices against the float32 reference", "what", "figure")
+    table.add_row("prompts (near-ties set aside)", f"{found['prompts']} ({found['near_ties']})")
+    table.add_row("same first token", share_text(found["same_first_token"]))
+    table.add_row("KL, mean", number(found["kl"]["mean"], ".1e"))
+    table.add_row("of the text behind the edit, spliced", number(found["spliced_share"]["mean"], ".0%"))
+    for answer, times in found["follows"].items():
+        table.add_row(f"where they differ, follows {answer}", str(times))
+    console.print(table)
+
+
+def _print_policies(console: Console, model: str, found: Mapping[str, Any]) -> None:
+    table = _table(f"{model}: tasks with stale tool output that newer output contradicts", "policy", "tasks", "solved")
+    for policy, entry in found["solved"].items():
+        table.add_row(policy, str(found["tasks"]), share_text(entry))
+    console.print(table)
+    says = ", ".join(f"as {policy} in {times}" for policy, times in found["amortize_as"].items())
+    console.print(f"Where keep all and forget differ ({found['differ']} tasks), amortize does {says}.\n")
+
+
 def _print_load(
     console: Console, model: str, rows: Sequence[Mapping[str, Any]], append_only: Mapping[str, Any]
 ) -> None:
@@ -76,6 +92,8 @@ def _print_load(
             label = str(row["concurrency"]) if arm == "plain" else ""
             table.add_row(label, arm, f"{entry['hit_rate']:.0%}", *(f"{1e3 * seconds:.0f} ms" for seconds in times))
     console.print(table)
+    gains = ", ".join(f"{100 * (r['ropewalk']['hit_rate'] - r['plain']['hit_rate']):+.0f}" for r in rows)
+    console.print(f"Points of hit rate gained: {gains}; prompts of {rows[0]['plain']['mean_prompt']:.0f} tokens.\n")
     ratio = append_only["ratio_of_pairs"]
     console.print(
         f"{model}: sessions without edits, hit rate {append_only['hit_rate']:.0%}: a turn takes {ratio['median']:.3f} "

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ropewalk.cluster.models import RECALL_MLA, resolve
+from ropewalk.cluster.models.tiny import VOCABULARY
 from ropewalk.workloads.datasets import Question as Problem
 from ropewalk.workloads.datasets import load_questions
 from ropewalk.workloads.recall.task import Document, make_document, make_header, make_question
@@ -134,6 +135,18 @@ class TextTask:
         chosen = rng.sample(self._problems, count)
         return [(self.encode(f"\n\nQuestion: {problem.text}\nAnswer:"), problem.final) for problem in chosen]
 
+    def solved(self, rng: random.Random, count: int) -> list[tuple[str, str, str]]:
+        """Problems, what their solutions say, and their final numbers, no two of which are the same."""
+        while True:
+            chosen = rng.sample(self._problems, count)
+            if len({problem.final for problem in chosen}) == count:
+                return [(p.text, " ".join(step.sentence for step in p.steps), p.final) for p in chosen]
+
+    def first_number(self, token_ids: Sequence[int]) -> str | None:
+        """The first number in a text, or None."""
+        match = re.search(r"-?\d[\d,]*(\.\d+)?", self._tokenizer.decode(token_ids))
+        return match[0].replace(",", "") if match else None
+
     def final_number(self, token_ids: Sequence[int]) -> str | None:
         """The number behind `####` in an answer, or None."""
         match = re.search(r"####\s*(-?[\d,.]*\d)", self._tokenizer.decode(token_ids))
@@ -164,6 +177,23 @@ class TextTask:
     def _problem(self, rng: random.Random) -> str:
         problem = rng.choice(self._problems)
         return " ".join([problem.text, *(step.sentence for step in problem.steps)])
+
+
+class RandomTask:
+    """Tokens without a meaning, for models with random weights. Whatever is said, none is right."""
+
+    answer_length = 1
+
+    def header(self, rng: random.Random, num_tokens: int) -> list[int]:
+        return self.filler(rng, num_tokens)
+
+    def sections(self, rng: random.Random, lengths: Sequence[int]) -> list[Section]:
+        return [
+            Section(tuple(self.filler(rng, n)), (Question(tuple(self.filler(rng, 8)), (VOCABULARY,)),)) for n in lengths
+        ]
+
+    def filler(self, rng: random.Random, num_tokens: int) -> list[int]:
+        return [rng.randrange(3, VOCABULARY) for _ in range(num_tokens)]
 
 
 def task_of(model: str) -> Task:

@@ -148,6 +148,16 @@ SERVED: tuple[Family, ...] = (
 """Families that keep KV for every token, with RoPE."""
 
 
+DEEP_MLA = _mla(
+    "deep MLA, random weights",
+    "deepseek_v2",
+    _yarn(4.0, mscale=0.707, mscale_all_dim=0.707),
+    q_lora_rank=None,
+    num_hidden_layers=27,
+    first_k_dense_replace=27,  # experts chosen by near-ties would hide what attention does
+)
+"""As deep as DeepSeek-V2-Lite: what its layers note of a text outlives the text's own rows."""
+
 SMALL_HEADS = SIZES | {"head_dim": 32}
 
 REFUSED: tuple[Family, ...] = (

@@ -45,7 +45,7 @@ def test_ten_edits_of_one_place_drift_no_further_than_one(study):
 
 
 def test_sessions_that_edit_at_every_turn_find_more_than_a_prefix_cache_does(study):
-    (row,) = mechanism(study.plain, study.ours, study.task, random.Random(1), [4])
+    (row,) = mechanism(study.plain, study.ours, study.task, random.Random(1), 1, [4])
     json.dumps(row)
     assert row["plain"]["turns"] == row["ropewalk"]["turns"] == SESSIONS * TURNS
     assert row["ropewalk"]["hit_rate"] > row["plain"]["hit_rate"] + 0.2
@@ -59,7 +59,9 @@ def test_sessions_that_edit_nothing_find_all_they_held(study):
 
 
 def test_edits_are_spliced_and_what_follows_them_is_recalled(study):
-    found = study.edits(700, Counts(faithfulness=0, exactness=0, documents=1, questions=6, rounds=1))
+    found = study.edits(
+        700, Counts(0, 0, documents=1, questions=6, rounds=1, seconds=9, chained=0, append_only=0, policies=0, scale=1)
+    )
     json.dumps(found)
     assert found["ttft"]["spliced_share"]["median"] > 0.9
     assert found["kl_splice"] < found["kl_naive"]
