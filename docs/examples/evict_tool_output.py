@@ -1,8 +1,6 @@
-"""An agent that reads files one after another and keeps the last four: `python evict_tool_output.py`.
+"""An agent that replaces all but its last four tool results by a note, in its own messages.
 
-It replaces older tool results by a short note, in its own messages. With `edits: amortize` the server computes the note
-and what is new; the four results between them are turned, not computed again. The embedded SmolLM2 is too small to
-choose tools, so the calls are scripted; a larger model's would be its own.
+With `edits: amortize` the server computes the note and what is new. SmolLM2 is too small to choose tools: they are set.
 """
 
 import time
@@ -23,10 +21,8 @@ def read_file(path: str) -> str:
 
 def run(session: str, edits: str | None) -> list[float]:
     """Read all files; return the seconds to the first token of each turn in which something was evicted."""
-    messages = [
-        {"role": "system", "content": f"{session}. You count boxes. Say in one sentence what you see."},
-        {"role": "user", "content": "Read the files one by one."},
-    ]
+    system = {"role": "system", "content": f"{session}. You count boxes. Say in one sentence what you see."}
+    messages = [system, {"role": "user", "content": "Read the files one by one."}]
     seconds = []
     for number in range(FILES):
         path = f"shelf-{number}.txt"
