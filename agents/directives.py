@@ -9,7 +9,6 @@ no influence of S remains. A `DirectiveSet` is applied as a whole or not at all.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -121,6 +120,19 @@ class DirectiveSet:
             out.append(Kept(position, self.num_tokens, position + shift))
         return out
 
+    def moved(self, span: Span) -> Span:
+        """Return where a span of the original stands in the edited prompt. What an edit has touched counts in whole."""
+        start, end, shift = span.start, span.end, 0
+        for directive in self.directives:
+            old, begin = directive.span, directive.span.start + shift
+            shift += directive.delta
+            if old.end <= span.start:
+                start, end = span.start + shift, span.end + shift
+            elif old.start < span.end:
+                start = begin if old.start < span.start else start
+                end = span.end + shift if old.end <= span.end else begin + len(directive.replacement)
+        return Span(start, end)
+
     def forgotten_from(self) -> int | None:
         """Return the edited position from which everything must be computed, because of a FORGET; None without one."""
         shift = 0
@@ -129,29 +141,6 @@ class DirectiveSet:
                 return directive.span.start + shift
             shift += directive.delta
         return None
-
-
-def snap(span: Span, boundaries: Sequence[int]) -> Span:
-    """Widen a span to the nearest of `boundaries` (ascending positions), so that it does not cut what they delimit.
-
-    An end beyond the outermost boundary stays where it is.
-    """
-    before = bisect_right(boundaries, span.start) - 1
-    behind = bisect_left(boundaries, span.end)
-    start = boundaries[before] if before >= 0 else span.start
-    end = boundaries[behind] if behind < len(boundaries) else span.end
-    return Span(start, end)
-
-
-def message_span(first: int, last: int, boundaries: Sequence[int], field: str = "span") -> Span:
-    """Return the tokens of messages `[first, last)`; message `i` stands at `[boundaries[i], boundaries[i + 1])`.
-
-    Raises `DirectiveError` for messages that are not there.
-    """
-    num_messages = len(boundaries) - 1
-    if not 0 <= first < last <= num_messages:
-        raise DirectiveError(f"messages [{first}, {last}) are not among the {num_messages} of the request", field)
-    return Span(boundaries[first], boundaries[last])
 
 
 def _check(directive: Directive, number: int, num_tokens: int) -> None:

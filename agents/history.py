@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from ropewalk.agents.directives import DirectiveSet, Mode, Span
 from ropewalk.agents.edits import detect_edits, matches
 from ropewalk.agents.lineage import Held, Lineage, Match, carry
-from ropewalk.kernels.keys import Tokens, as_tokens, common_prefix
+from ropewalk.kernels.keys import Tokens, common_prefix
 
 MAX_BRANCHES = 8
 """Branches kept a session; the one that was not used longest goes first."""
@@ -66,8 +66,8 @@ class History:
         length, of = max(shared, default=(0, 0))
         return length < min(of, len(tokens))
 
-    def as_applied(self, tokens: Tokens) -> Tokens:
-        """Return a prompt with those edits carried out that were applied to this session and that it still lacks."""
+    def to_apply(self, tokens: Tokens) -> DirectiveSet | None:
+        """Return those edits that were applied to this session and that a prompt still lacks."""
         for branch in self.branches:
             if branch.sent is None or common_prefix(branch.lineage.tokens, tokens) == len(branch.lineage.tokens):
                 continue
@@ -81,8 +81,8 @@ class History:
                         span = Span(new + start - old, new + end - old)
                         edits.append(replace(edit, span=span, mode=Mode.FORGET))  # the mode does not matter here
             if edits:
-                return as_tokens(DirectiveSet(edits, len(tokens)).apply(tokens.tolist()))
-        return tokens
+                return DirectiveSet(edits, len(tokens))
+        return None
 
     def held(
         self,

@@ -139,7 +139,7 @@ class Plan:
     `segments` are ascending and disjoint; they cover the exact prefix and the runs, and unless `batched` the gaps
     between them too, which stages compute and store. `stages` are the prompt lengths of the internal requests,
     ascending. `runs` are the reused position ranges, `exact_end` the end of the exact prefix. `marks` say from where on
-    KV is whose; KV before the first one is exact.
+    KV is whose; KV before the first one is exact. `unsaved` position ranges are never stored.
     """
 
     num_tokens: int
@@ -149,6 +149,7 @@ class Plan:
     segments: tuple[Segment, ...]
     batched: bool = False
     marks: tuple[Mark, ...] = ()
+    unsaved: tuple[tuple[int, int], ...] = ()
 
     @property
     def first_inexact(self) -> int | None:
@@ -175,6 +176,7 @@ class Plan:
             "segments": [[s.start, s.end, s.chunk, s.offset, s.turn, s.reused, s.spliced] for s in self.segments],
             "batched": self.batched,
             "marks": [list(mark) for mark in self.marks],
+            "unsaved": [list(span) for span in self.unsaved],
         }
 
     @classmethod
@@ -188,6 +190,7 @@ class Plan:
             tuple(Segment(*segment) for segment in params["segments"]),
             params["batched"],
             tuple(Mark(*mark) for mark in params["marks"]),
+            tuple((start, end) for start, end in params["unsaved"]),
         )
 
     def check_integrity(self) -> None:
@@ -218,6 +221,39 @@ class _Match:
     length: int
 
 
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Parts of a prompt that leave nothing behind: `spans`, ascending, disjoint, not empty.
+
+    From the first one on, KV belongs to a domain that nobody else is in: `label`, never used again. `keeps_rest`: what
+    stands between and behind them may be stored in that domain.
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    label: str
+    keeps_rest: bool
+
+    @property
+    def start(self) -> int:
+        return self.spans[0][0]
+
+    @property
+    def mark(self) -> Mark:
+        return Mark(self.start, self.label)
+
+    @property
+    def unsaved(self) -> tuple[tuple[int, int], ...]:
+        """What is not stored."""
+        return self.spans if self.keeps_rest else ((self.start, NOWHERE),)
+
+
+def empty_plan(num_tokens: int, scratch: Scratch | None = None) -> Plan:
+    """Return the plan to compute everything."""
+    if scratch is None:
+        return Plan(num_tokens, 0, (), (), ())
+    return Plan(num_tokens, 0, (), (), (), marks=(scratch.mark,), unsaved=scratch.unsaved)
+
+
 def make_plan(
     tokens: Tokens,
     tenant: str,
@@ -226,12 +262,17 @@ def make_plan(
     *,
     reuse: bool,
     held: Held | None = None,
+    scratch: Scratch | None = None,
 ) -> Plan:
     """Plan one prompt. `tokens` are its ids, `[T]` int32; `reuse` allows position-independent chunks, and `held` what
     the session's lineage has for the prompt.
 
-    The last token is always computed: its logits are what the request is for.
+    The last token is always computed: its logits are what the request is for. So is everything from `scratch` on.
     """
+    whole = tokens
+    if scratch is not None:
+        tokens = tokens[: scratch.start + 1]  # one more: the last one is always computed
+        held = held.until(scratch.start) if held is not None else None
     limits = chunk_limits(tokens, settings.chunks)
     exact = _exact_prefix(tokens, tenant, index, limits)
     spliced: list[list[Segment]] = []
@@ -261,20 +302,30 @@ def make_plan(
             if start < end:
                 segments.append(Segment(start, end, piece.chain, start - piece.start, 0, reused=False))
         segments.extend(run)
-    plan = Plan(len(tokens), exact_end, tuple(runs), tuple(stages), tuple(segments), batched, tuple(marks))
+    unsaved: tuple[tuple[int, int], ...] = ()
+    if scratch is not None:
+        marks.append(scratch.mark)
+        unsaved = scratch.unsaved
+    plan = Plan(len(whole), exact_end, tuple(runs), tuple(stages), tuple(segments), batched, tuple(marks), unsaved)
     plan.check_integrity()
     return plan
 
 
 def pieces(
-    tokens: Tokens, tenant: str, sizes: ChunkSizes, runs: Sequence[tuple[int, int]], marks: Sequence[Mark]
+    tokens: Tokens,
+    tenant: str,
+    sizes: ChunkSizes,
+    runs: Sequence[tuple[int, int]],
+    marks: Sequence[Mark],
+    unsaved: Sequence[tuple[int, int]] = (),
 ) -> list[Piece]:
     """Cut what was computed of `tokens` into chunks to be saved: content-defined limits, every edge of a run, and where
     another domain begins.
 
-    Ranges inside `runs` came from the store and are left out. Pieces before the first mark are exact.
+    Ranges inside `runs` came from the store, those inside `unsaved` may not go there: they are left out, and of the
+    latter nothing enters the names of what follows. Pieces before the first mark are exact.
     """
-    edges = [*(edge for run in runs for edge in run), *(mark.start for mark in marks)]
+    edges = [*(edge for span in (*runs, *unsaved) for edge in span), *(mark.start for mark in marks)]
     cuts = sorted({*chunk_limits(tokens, sizes), *(edge for edge in edges if edge <= len(tokens))})
     out = []
     parent = root_key(tenant)
@@ -289,6 +340,9 @@ def pieces(
             if label != REUSE or domain is Domain.LINEAGE:
                 parent = lineage_key(parent, label)
             domain = Domain.LINEAGE if label != REUSE or domain is Domain.LINEAGE else Domain.REUSE
+        if any(first <= start < last for first, last in unsaved):
+            parent, start = lineage_key(parent, f"{end - start} tokens of scratch"), end
+            continue
         chain = chain_key(parent, tokens[start:end], domain)
         if not any(run_start <= start < run_end for run_start, run_end in runs):
             out.append(Piece(start, end, chain, parent, domain))

@@ -19,14 +19,15 @@ GIVEN_UP_S = 3.0
 MAX_PENDING = 256
 """Saves remembered. Of more, the oldest are forgotten: they are stored by then, or nobody asks for them."""
 
-POLL_S = 0.001
-"""Seconds between two looks for a chunk."""
+POLL_S, MAX_POLL_S = 0.001, 0.008
+"""Seconds between two looks for a chunk, at first and at most: many may be waiting."""
 
 
 class _Pending(NamedTuple):
     store: NodeStore
     chain: str
     heads: Set[str]
+    chains: Set[str]
     deadline: float
 
 
@@ -42,10 +43,16 @@ class PendingSaves:
         return len(self._pending)
 
     def add(self, store: NodeStore, saving: dict[str, Any]) -> None:
-        """Remember what the engine returned with an answer: the chunk that is stored last, and the heads of all."""
+        """Remember what the engine returned with an answer: the chunk that is stored last, all, and their heads."""
         len(self)  # forget what is stored
         self._pending.append(
-            _Pending(store, saving["chain"], frozenset(saving["heads"]), time.monotonic() + GIVEN_UP_S)
+            _Pending(
+                store,
+                saving["chain"],
+                frozenset(saving["heads"]),
+                frozenset(saving["chains"]),
+                time.monotonic() + GIVEN_UP_S,
+            )
         )
 
     async def wait(self, seconds: float = GIVEN_UP_S, heads: Set[str] | None = None) -> None:
@@ -57,12 +64,15 @@ class PendingSaves:
                     await asyncio.sleep(POLL_S)  # another process stores it: there is no event
 
     async def wait_for(self, store: NodeStore, chains: Set[str], seconds: float) -> None:
-        """Wait, at most so long, until chunks of these names are stored, as long as anything is being stored."""
+        """Wait, at most so long, until those of these chunks are stored that are being stored."""
         until = time.monotonic() + seconds
-        missing = {chain for chain in chains if not store.contains(chain)}
-        while missing and len(self) and time.monotonic() < until:
-            await asyncio.sleep(POLL_S)  # another process stores them: there is no event
-            missing = {chain for chain in missing if not store.contains(chain)}
+        poll_s = POLL_S
+        while self._are_coming({chain for chain in chains if not store.contains(chain)}) and time.monotonic() < until:
+            await asyncio.sleep(poll_s)  # another process stores them: there is no event
+            poll_s = min(1.2 * poll_s, MAX_POLL_S)
+
+    def _are_coming(self, missing: Set[str]) -> bool:
+        return bool(missing and len(self)) and any(not missing.isdisjoint(pending.chains) for pending in self._pending)
 
     def _is_over(self, pending: _Pending) -> bool:
         return pending.store.contains(pending.chain) or time.monotonic() > pending.deadline

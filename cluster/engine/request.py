@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+import xxhash
+
+from ropewalk.kernels.keys import Tokens, as_tokens
 from ropewalk.scheduler.planner import Plan
 
 PARAMS_KEY = "ropewalk"
@@ -29,7 +32,9 @@ class RequestSettings:
     `forget` computes everything from the change on and drops what was held; None is as the session was told before,
     else a new prompt like any other. `directives` are `[start, end, replacement ids, mode]` each; with `apply`, they
     hold from now on: the client's later prompts are edited likewise. `expects_splice`: the request was edited before it
-    was rendered, so that it is worth a word if there is nothing to splice.
+    was rendered, so that it is worth a word if there is nothing to splice. `scratch`: spans `[start, end]` of tokens
+    that are attended to now, and neither stored nor found by anybody. `spans_of`: `digest` of the tokens that the spans
+    were said of; a prompt that was rendered otherwise is refused.
 
     The rest is for studies of quality, and never set by the HTTP layer. `rotate=False` takes reused keys as they were
     computed, at the wrong positions. `boundary` overrides how many tokens at the beginning of each reused stretch are
@@ -46,6 +51,8 @@ class RequestSettings:
     directives: Sequence[Sequence[Any]] = ()
     apply: bool = False
     expects_splice: bool = False
+    scratch: Sequence[Sequence[int]] = ()
+    spans_of: str | None = None
     rotate: bool = True
     boundary: int | None = None
     keep: bool = True
@@ -61,6 +68,11 @@ class RequestSettings:
         if settings.mode not in ("exact", "reuse"):
             raise ValueError(f"mode must be 'exact' or 'reuse', not {settings.mode!r}")
         return settings
+
+
+def digest(tokens: Sequence[int] | Tokens) -> str:
+    """Return what tells prompts apart: two that differ hardly ever have the same."""
+    return xxhash.xxh3_128_hexdigest(as_tokens(tokens).tobytes())
 
 
 @dataclass(frozen=True, slots=True)

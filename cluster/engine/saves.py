@@ -66,7 +66,7 @@ class SaveQueue:
         """Queue what a finished request computed: return what is to be saved, and how to see that it is stored.
 
         With a save, the request's blocks must be held until it is `release`d. The second value names the chunk that
-        is stored last, and the heads of all: the planner's share. None for nothing.
+        is stored last, all of them, and the heads of all: the planner's share. None for nothing.
         """
         missing = [piece for piece in self._pieces(place, tokens, plan) if not self._is_stored(place, piece, tokens)]
         queued = set[str]().union(*(keys for _, keys in self._held.values()))
@@ -79,7 +79,8 @@ class SaveQueue:
             return None, None
         # The worker saves in order: with the last own piece, those that others have queued are stored too.
         heads = set[str]().union(*(keys_of(tokens[piece.start : piece.end], place[1]) for piece in missing))
-        awaited = {"chain": (own or missing)[-1].chain, "heads": sorted(heads)}
+        chains = [piece.chain for piece in missing]
+        awaited = {"chain": (own or missing)[-1].chain, "heads": sorted(heads), "chains": chains}
         if not own:
             return None, awaited
         self._held[request_id] = len(block_ids), set[str]().union(*(_keys(place, piece, tokens) for piece in own))
@@ -127,8 +128,12 @@ def pieces_of(tokens: Tokens, tenant: str, sizes: ChunkSizes, plan: Plan) -> lis
     """Cut what a request computed of `tokens`, prompt and answer, into chunks to be saved; see `pieces`."""
     # A run that was not reached (the request was aborted, a chunk was missing) would leave false edges: only what
     # lies inside the computed range counts.
-    reached = [(start, min(end, len(tokens))) for start, end in plan.runs if start < len(tokens)]
-    return pieces(tokens, tenant, sizes, reached, [mark for mark in plan.marks if mark.start < len(tokens)])
+    reached, unsaved = (
+        [(start, min(end, len(tokens))) for start, end in spans if start < len(tokens)]
+        for spans in (plan.runs, plan.unsaved)
+    )
+    marks = [mark for mark in plan.marks if mark.start < len(tokens)]
+    return pieces(tokens, tenant, sizes, reached, marks, unsaved)
 
 
 def slots_of(block_ids: list[int], start: int, end: int, block_size: int) -> Slots:

@@ -5,21 +5,26 @@ once it is answered, what the session holds from then on.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from ropewalk.agents.directives import SINK, Directive, DirectiveSet, Mode, Span
+from ropewalk.agents.directives import SINK, Directive, DirectiveError, DirectiveSet, Mode, Span
 from ropewalk.agents.history import Branch, History, tree
-from ropewalk.agents.lineage import Held, Lineage, Rows
+from ropewalk.agents.lineage import Held, Lineage, Mark, Match, Rows, carry
 from ropewalk.cluster.engine.request import RequestSettings
 from ropewalk.cluster.engine.saves import pieces_of
 from ropewalk.cluster.store.sessions import SessionFiles
-from ropewalk.kernels.gear import ChunkSizes
-from ropewalk.kernels.keys import Tokens, as_tokens
-from ropewalk.scheduler.planner import ChunkIndex, Plan
+from ropewalk.kernels.gear import ChunkSizes, chunk_limits
+from ropewalk.kernels.keys import Tokens, as_tokens, content_key
+from ropewalk.scheduler.planner import ChunkIndex, Plan, Scratch
+
+SCRATCH = "scratch"
+"""How labels of KV begin that was computed with a scratch in view."""
 
 
 @dataclass(slots=True)
@@ -34,6 +39,7 @@ class Turn:
     tokens: Tokens
     reuse: bool
     held: Held | None = None
+    scratch: Scratch | None = None
     wants_splice: bool = False
     epoch: str = ""
     fallbacks: list[str] = field(default_factory=list)
@@ -64,6 +70,17 @@ class Sessions:
     def tokens(self, tenant: str, session: str) -> Tokens:
         """Return the history that a session used last. Raises `KeyError` when it is not known."""
         return self.history(tenant, session).branches[0].lineage.tokens
+
+    def contents(self, tenant: str, session: str, start: int) -> frozenset[str]:
+        """Return the content keys of what all branches are cut into from position `start` on."""
+        out = set()
+        for branch in self.history(tenant, session).branches:
+            tokens = branch.lineage.tokens
+            limits = chunk_limits(tokens, self._chunks)
+            edges = sorted({0, *limits, *(edge for rows in branch.lineage.rows for edge in (rows.start, rows.end))})
+            out |= {content_key(tenant, tokens[a:b]) for a, b in pairwise(edges) if b > start}
+            out |= {content_key(tenant, tokens[a:b]) for a, b in pairwise([0, *limits]) if b > start and a < b}
+        return frozenset(out)
 
     def describe(self, tenant: str, session: str) -> dict[str, Any] | None:
         """Return what a session holds, JSON-able; None when it is not known."""
@@ -101,20 +118,26 @@ class Sessions:
         if edits is not None:
             turn.tokens = as_tokens(edits.apply(tokens.tolist()))
             turn.wants_splice |= any(edit.mode is Mode.AMORTIZE for edit in edits)
+        scratch = scratch_set(settings.scratch, len(tokens), has_directives=edits is not None)
         if settings.session is None:
             if turn.wants_splice:
                 turn.fallbacks.append("no_session")
+            turn.scratch = _scratch(scratch, keeps_rest=False)
             return turn
         history = self._files(settings.tenant).get(settings.session)
         turn.reuse = turn.reuse and not history.forgotten
         if settings.apply and history.branches and history.branches[0].sent is not None:
             turn.sent = history.branches[0].sent
         elif not settings.apply:
-            applied = history.as_applied(turn.tokens)
-            if applied is not turn.tokens:
-                turn.tokens, edits = applied, None
+            lacking = history.to_apply(turn.tokens)
+            if lacking is not None:
+                turn.tokens, edits = as_tokens(lacking.apply(turn.tokens.tolist())), None
+                scratch = _merged(lacking.moved(span) for span in scratch)
         held = self._held(settings, turn, history, tokens, edits, can_turn=can_turn)
         turn.held = held if held is None or forgotten_from is None else held.until(forgotten_from)
+        turn.scratch = _scratch(scratch, keeps_rest=can_turn and self._amortizes(settings, history))
+        if turn.scratch is not None and turn.held is not None:
+            turn.held = turn.held.until(turn.scratch.start)
         if settings.edits == "forget" or forgotten_from is not None:
             # Now, not at the end: whatever becomes of this request, and of others that run, the text is gone.
             is_edited = forgotten_from is not None or history.is_edited(turn.tokens)
@@ -132,8 +155,7 @@ class Sessions:
         *,
         can_turn: bool,
     ) -> Held | None:
-        amortize = settings.edits == "amortize" or (settings.edits is None and history.amortize)
-        if settings.edits == "forget" or not (amortize or turn.wants_splice):
+        if settings.edits == "forget" or not (self._amortizes(settings, history) or turn.wants_splice):
             return None
         if not can_turn:
             turn.fallbacks.append("splice_refused")
@@ -145,6 +167,10 @@ class Sessions:
         if held is None and turn.wants_splice:
             turn.fallbacks.append("lineage_lost")
         return held
+
+    @staticmethod
+    def _amortizes(settings: RequestSettings, history: History) -> bool:
+        return settings.edits == "amortize" or (settings.edits is None and history.amortize)
 
     def _forget(self, tenant: str, session: str, *, drop: bool) -> History:
         files = self._files(tenant)
@@ -178,6 +204,9 @@ class Sessions:
         is_edited_here = turn.sent is not turn.tokens and (settings.apply or not settings.directives)
         sent = np.concatenate([turn.sent, added]) if is_edited_here else None
         lineage = Lineage(tokens, self._rows(tokens, settings.tenant, plan), plan.marks)
+        if turn.scratch is not None:
+            lineage = without_scratch(lineage, turn.scratch)
+            sent = without(sent, settings.scratch) if sent is not None else None
         branch = Branch(lineage, sent, time.time())
 
         def change(history: History) -> None:
@@ -201,6 +230,61 @@ class Sessions:
             rows += [row.part(position, start) for row in own if max(row.start, position) < min(row.end, start)]
             position = end
         return tuple(sorted([*rows, *taken], key=lambda row: row.start))
+
+
+def without_scratch(lineage: Lineage, scratch: Scratch) -> Lineage:
+    """Return what is left of a history once its scratch is dropped: as after an edit that removes it."""
+    drop = removal(scratch.spans, len(lineage.tokens))
+    if not scratch.keeps_rest:
+        lineage = replace(lineage, rows=lineage.until(scratch.start).rows)
+    held = carry(lineage, [Match(kept.start, kept.new_start, kept.end - kept.start) for kept in drop.kept()], "")
+    marks = held.marks
+    if any(rows.end > scratch.start for rows in held.rows):
+        # Another name than in the turn itself: no block of that is found by its own tokens, should they repeat.
+        marks = (*marks, Mark(scratch.start, f"{scratch.label}/dropped"))
+    return Lineage(without(lineage.tokens, scratch.spans), held.rows, marks)
+
+
+def without(tokens: Tokens, spans: Sequence[Sequence[int]]) -> Tokens:
+    """Return tokens without some spans of them."""
+    return as_tokens(removal(spans, len(tokens)).apply(tokens.tolist()))
+
+
+def removal(spans: Sequence[Sequence[int]], num_tokens: int) -> DirectiveSet:
+    """Return the edit that removes spans. Raises `DirectiveError`."""
+    return DirectiveSet((Directive(Span(*span), (), Mode.FORGET) for span in spans), num_tokens)
+
+
+def scratch_set(spans: Sequence[Sequence[int]], num_tokens: int, *, has_directives: bool) -> list[Span]:
+    """Read scratch as `RequestSettings` carry it. Raises `DirectiveError`."""
+    if not spans:
+        return []
+    if has_directives:
+        raise DirectiveError("directives on tokens and scratch cannot be mixed in a request", "scratch")
+    try:
+        edits = removal(spans, num_tokens)
+    except DirectiveError as error:
+        message, field = (text.replace("directives[", "scratch[") for text in (str(error), error.field))
+        raise DirectiveError(message, field.removesuffix(".span")) from None
+    return [edit.span for edit in edits]
+
+
+def _scratch(spans: Sequence[Span], *, keeps_rest: bool) -> Scratch | None:
+    if not spans:
+        return None
+    # Rows behind an attention sink that is gone are no splice, as with directives.
+    return Scratch(tuple(spans), f"{SCRATCH}/{uuid.uuid4().hex}", keeps_rest and spans[0].start >= SINK)
+
+
+def _merged(spans: Iterable[Span]) -> list[Span]:
+    """Return spans without empty ones, and as one where they overlap."""
+    out: list[Span] = []
+    for span in sorted(span for span in spans if span.start < span.end):
+        if out and span.start < out[-1].end:
+            out[-1] = Span(out[-1].start, max(out[-1].end, span.end))
+        else:
+            out.append(span)
+    return out
 
 
 def directive_set(directives: Sequence[Sequence[Any]], num_tokens: int) -> DirectiveSet | None:

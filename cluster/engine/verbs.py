@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from ropewalk.agents.directives import DirectiveError, Span
-from ropewalk.agents.lineage import Rows
-from ropewalk.cluster.engine.sessions import Sessions
+from ropewalk.agents.lineage import NOWHERE, Rows
+from ropewalk.cluster.engine.sessions import SCRATCH, Sessions
 from ropewalk.cluster.store.chunk import ChunkCorrupt, ChunkHeader
-from ropewalk.cluster.store.node_store import NodeStore
+from ropewalk.cluster.store.node_store import NodeStore, Traces
 from ropewalk.kernels.keys import HEAD_LENGTH, Domain, chain_key, lineage_key
 
 PIN_SHARE = 0.25
@@ -51,9 +51,14 @@ class Verbs:
         return {"decayed_bytes": sum(self._store.keep_until(h.chain, at) for h in self._headers(session, span))}
 
     def share(self, session: str, span: Span | None) -> dict[str, Any]:
-        """Offer a span to other sessions of the tenant that reuse chunks. What is exact or reused they find already."""
+        """Offer a span to other sessions of the tenant that reuse chunks. What is exact or reused they find already.
+
+        What was computed with a scratch in view is not offered.
+        """
         count = 0
-        for header in self._headers(session, span):
+        marks = self._sessions.history(self._store.tenant, session).branches[0].lineage.marks
+        scratch = next((mark.start for mark in marks if mark.label.startswith(SCRATCH)), NOWHERE)
+        for header in self._headers(session, span, before=scratch):
             if header.domain is not Domain.LINEAGE or len(header) < HEAD_LENGTH:
                 continue
             try:
@@ -68,8 +73,8 @@ class Verbs:
             count += self._store.put(offered, rows)
         return {"shared_chunks": count}
 
-    def purge(self, session: str, span: Span) -> dict[str, Any]:
-        """Remove what holds a span or was computed behind it, of all branches, with all copies, and the session."""
+    def traces(self, session: str, span: Span) -> Traces:
+        """Return by what chunks are known that hold a span or were computed behind it, of all branches."""
         history = self._sessions.history(self._store.tenant, session)
         _check(span, len(history.branches[0].lineage.tokens))
         doomed = {
@@ -78,15 +83,16 @@ class Verbs:
             for rows in branch.lineage.rows
             if rows.end > span.start
         }
-        count = self._store.discard([header for header in doomed.values() if header is not None])
-        self._sessions.delete(self._store.tenant, session)
-        return {"purged_chunks": count}
+        found = Traces.of(header for header in doomed.values() if header is not None)
+        # What is gone from this node may be on another one, cut in the same places.
+        return found | Traces(self._sessions.contents(self._store.tenant, session, span.start), frozenset())
 
-    def _headers(self, session: str, span: Span | None) -> Iterator[ChunkHeader]:
+    def _headers(self, session: str, span: Span | None, before: int = NOWHERE) -> Iterator[ChunkHeader]:
         lineage = self._sessions.history(self._store.tenant, session).branches[0].lineage
         span = span if span is not None else Span(0, len(lineage.tokens))
         _check(span, len(lineage.tokens))
-        inside: list[Rows] = [rows for rows in lineage.rows if rows.start < span.end and span.start < rows.end]
+        end = min(span.end, before)
+        inside: list[Rows] = [rows for rows in lineage.rows if rows.start < end and span.start < rows.end]
         for chunk in dict.fromkeys(rows.chunk for rows in inside):
             header = self._store.by_chain(chunk)
             if header is not None:

@@ -1,4 +1,4 @@
-"""Edits of a request's history: directives, Anthropic's `context_management`, and the operator's policies.
+"""Edits of a request's history: directives, Anthropic's `context_management`, and the operator's policies; and scratch.
 
 All become one of two things. Spans of tokens become directives for the engine. Whatever names messages or tool calls,
 or is a rule, is carried out on the messages; the engine then finds the edit by comparing with what the session holds.
@@ -7,17 +7,21 @@ or is a rule, is carried out on the messages; the engine then finds the edit by 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from itertools import groupby, pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from ropewalk.agents.directives import Directive, DirectiveError, DirectiveSet, Mode, Span
 from ropewalk.agents.message_edits import MessageEdit, edit_messages, result_of
 from ropewalk.agents.policies import CLEAR_TOOL_USES, ClearToolUses, Message, Policy, TruncateOlderThan, turn_of
-from ropewalk.cluster.engine.request import RequestSettings
+from ropewalk.cluster.engine.request import RequestSettings, digest
+from ropewalk.cluster.engine.sessions import scratch_set, without
 from ropewalk.cluster.serve.settings import FIELD, RequestRefused, refusal
+from ropewalk.kernels.keys import Tokens, as_tokens, common_prefix
 
 logger = logging.getLogger("ray.serve")
 
@@ -56,10 +60,14 @@ class ToolCallSpan(_Part):
     tool_call_id: str
 
 
+AnySpan = TokenSpan | MessageSpan | MessagesSpan | ToolCallSpan
+_SCRATCH: TypeAdapter[AnySpan] = TypeAdapter(AnySpan)
+
+
 class DirectiveField(_Part):
     """One of `ropewalk.directives`."""
 
-    span: TokenSpan | MessageSpan | MessagesSpan | ToolCallSpan
+    span: AnySpan
     replacement: str | list[TokenId] = ""
     mode: Mode = Mode.AMORTIZE
 
@@ -104,10 +112,10 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class Tokenizing:
-    """What edits need to know of the model: a text's token ids, and how many tokens a request's prompt has."""
+    """What edits need to know of the model: a text's token ids, and those of a request's prompt as it is rendered."""
 
     encode: Callable[[str], list[int]]
-    num_prompt_tokens: Callable[[Any], Awaitable[int]]
+    prompt_tokens: Callable[[Any], Awaitable[Sequence[int]]]
 
 
 class RequestEditor:
@@ -124,12 +132,15 @@ class RequestEditor:
         """
         extra: Mapping[str, Any] = request.model_extra or {}
         directives = read_directives(extra)
+        scratch = read_scratch(extra)
         context = read_context(extra)
         messages = getattr(request, "messages", None)
         applied = Applied()
         spans = [one for one in directives if isinstance(one.span, TokenSpan)]
         if messages is not None and spans and len(spans) < len(directives):
             raise RequestRefused("spans of tokens and of messages cannot be mixed in a request", f"{FIELD}.directives")
+        if (directives or scratch) and getattr(request, "use_beam_search", False):
+            raise RequestRefused("beam search can carry neither directives nor scratch", "use_beam_search")
         if messages is None and context is not None:
             raise RequestRefused("'context_management' needs a chat's messages", CONTEXT_FIELD)
         if messages is not None:
@@ -145,16 +156,77 @@ class RequestEditor:
             raise RequestRefused(
                 "messages and tool calls are those of a chat; give spans of tokens", f"{FIELD}.directives"
             )
-        if spans:
-            found = [self.directive(one) for one in spans]
+        if spans or scratch:
             try:
-                _checked(found, await self._tokenizing.num_prompt_tokens(request))
+                settings = await self._with_spans(
+                    request, settings, [self.directive(one) for one in spans], scratch, messages
+                )
             except RequestRefused:
                 if messages is not None:
                     request.messages = messages
                 raise
-            settings = replace(settings, directives=[as_params(one) for one in found])
         return settings, applied
+
+    async def _with_spans(
+        self,
+        request: Any,
+        settings: RequestSettings,
+        directives: Sequence[Directive],
+        scratch: Sequence[AnySpan],
+        sent: Sequence[Message] | None,
+    ) -> RequestSettings:
+        """Return settings with what is said of tokens, checked against the prompt as it is rendered."""
+        tokens = await self._tokenizing.prompt_tokens(request)
+        _checked(directives, len(tokens))
+        found: list[tuple[int, int]] = []
+        if all(isinstance(span, TokenSpan) for span in scratch):
+            found = [(span.start, span.end) for span in scratch if isinstance(span, TokenSpan)]
+            try:
+                scratch_set(found, len(tokens), has_directives=bool(directives))
+            except DirectiveError as error:
+                raise _refused(error) from None
+        else:
+            found = await self._scratch(request, as_tokens(tokens), scratch, sent)
+        return replace(
+            settings,
+            directives=[as_params(one) for one in directives],
+            scratch=sorted(found),
+            spans_of=digest(tokens),
+        )
+
+    async def _scratch(
+        self, request: Any, whole: Tokens, scratch: Sequence[AnySpan], sent: Sequence[Message] | None
+    ) -> list[tuple[int, int]]:
+        """Return the tokens of messages that are scratch, ascending spans: all that would be missing without them."""
+        where = f"{FIELD}.scratch"
+        if any(isinstance(span, TokenSpan) for span in scratch):
+            raise RequestRefused("spans of tokens and of messages cannot be mixed", where)
+        if sent is None:
+            raise RequestRefused("messages and tool calls are those of a chat; give spans of tokens", where)
+        messages = request.messages
+        if len(messages) != len(sent):
+            raise RequestRefused("scratch cannot be named where edits remove messages", where)
+        chosen = _chosen(scratch, messages)
+        if len(chosen) == len(messages):
+            raise RequestRefused("not all messages can be scratch", where)
+
+        async def rendered(left_out: Set[int]) -> Tokens:
+            rest = [message for number, message in enumerate(messages) if number not in left_out]
+            return as_tokens(await self._tokenizing.prompt_tokens(request.model_copy(update={"messages": rest})))
+
+        in_a_row = groupby(enumerate(sorted(chosen)), key=lambda pair: pair[1] - pair[0])
+        out: list[tuple[int, int]] = []
+        for _, pairs in in_a_row:
+            without_it = await rendered({number for _, number in pairs})
+            start = common_prefix(whole, without_it)
+            end = len(whole) - common_prefix(whole[start:][::-1], without_it[start:][::-1])
+            if start < end:
+                out.append((start, end))
+        # Messages that repeat, or a template that looks at all of them, may have misled the comparison.
+        is_sound = all(a[1] <= b[0] for a, b in pairwise(out))
+        if not is_sound or not np.array_equal(without(whole, out), await rendered(chosen)):
+            raise RequestRefused("these messages cannot be told from the others; give spans of tokens", where)
+        return out
 
     def directive(self, one: DirectiveField) -> Directive:
         """Return a directive on tokens. Raises `RequestRefused` for one on messages."""
@@ -173,16 +245,7 @@ class RequestEditor:
                 continue
             if not isinstance(one.replacement, str):
                 raise RequestRefused("a message is replaced by text", f"{FIELD}.directives[{number}].replacement")
-            try:
-                if isinstance(one.span, ToolCallSpan):
-                    first = result_of(messages, one.span.tool_call_id, where)
-                    last = first + 1
-                elif isinstance(one.span, MessageSpan):
-                    first, last = one.span.message, one.span.message + 1
-                else:
-                    first, last = one.span.messages
-            except DirectiveError as error:
-                raise _refused(error) from None
+            first, last = _message_range(one.span, messages, f"{FIELD}.{where}")
             edits.append(MessageEdit(first, last, one.replacement, one.mode, number))
         try:
             return (edit_messages(messages, edits) if edits else messages), {edit.mode for edit in edits}
@@ -221,7 +284,7 @@ class RequestEditor:
         by_tokens = rule.trigger.type == "input_tokens"
         return ClearToolUses(
             count=lambda text: len(self._tokenizing.encode(text)),
-            num_prompt_tokens=await self._tokenizing.num_prompt_tokens(request) if by_tokens else 0,
+            num_prompt_tokens=len(await self._tokenizing.prompt_tokens(request)) if by_tokens else 0,
             trigger_tokens=rule.trigger.value if by_tokens else None,
             trigger_uses=None if by_tokens else rule.trigger.value,
             keep=rule.keep.value,
@@ -244,6 +307,19 @@ def read_directives(extra: Mapping[str, Any]) -> list[DirectiveField]:
     return out
 
 
+def read_scratch(extra: Mapping[str, Any]) -> list[AnySpan]:
+    """Read `ropewalk.scratch`. Raises `RequestRefused` naming what is wrong."""
+    field = extra.get(FIELD)
+    values = field.get("scratch") if isinstance(field, Mapping) else None
+    out = []
+    for number, value in enumerate(values or ()):
+        try:
+            out.append(_SCRATCH.validate_python(value))
+        except ValidationError as error:
+            raise refusal(error, f"{FIELD}.scratch[{number}]") from None
+    return out
+
+
 def read_context(extra: Mapping[str, Any]) -> ContextManagement | None:
     """Read `context_management`. Raises `RequestRefused` naming what is wrong."""
     value = extra.get(CONTEXT_FIELD)
@@ -258,6 +334,32 @@ def read_context(extra: Mapping[str, Any]) -> ContextManagement | None:
 def as_params(directive: Directive) -> list[Any]:
     """The form in which `RequestSettings` carry a directive."""
     return [directive.span.start, directive.span.end, list(directive.replacement), directive.mode.value]
+
+
+def _chosen(scratch: Sequence[AnySpan], messages: Sequence[Message]) -> set[int]:
+    """Return the messages that are scratch."""
+    chosen: set[int] = set()
+    for number, span in enumerate(scratch):
+        where = f"{FIELD}.scratch[{number}]"
+        first, last = _message_range(span, messages, where)
+        if not first < last <= len(messages):
+            raise RequestRefused(f"messages [{first}, {last}) are not among the {len(messages)} of the request", where)
+        chosen.update(range(first, last))
+    return chosen
+
+
+def _message_range(span: AnySpan, messages: Sequence[Message], where: str) -> tuple[int, int]:
+    """Return which messages `[first, last)` a span names. Raises `RequestRefused` for a tool call without a result."""
+    if isinstance(span, ToolCallSpan):
+        try:
+            first = result_of(messages, span.tool_call_id, where)
+        except DirectiveError as error:
+            raise RequestRefused(str(error), where) from None
+        return first, first + 1
+    if isinstance(span, MessageSpan):
+        return span.message, span.message + 1
+    assert isinstance(span, MessagesSpan), "spans of tokens name no messages"
+    return span.messages
 
 
 def _checked(directives: Sequence[Directive], num_tokens: int) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import operator
 import pickle
 import time
 import uuid
@@ -35,12 +37,17 @@ from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from ropewalk.cluster.serve import metrics
 from ropewalk.cluster.serve.edits import TokenSpan
 from ropewalk.cluster.serve.reasons import reasons_of
-from ropewalk.cluster.serve.server import SessionCall
+from ropewalk.cluster.serve.server import SessionCall, unknown_session
+from ropewalk.cluster.serve.settings import RequestRefused
 from ropewalk.scheduler.actor import SchedulerClient
 from ropewalk.scheduler.state import EMPTY_SNAPSHOT, SchedulerSettings, graph_payload
 
 STATUS_DEADLINE_S = 5.0
 """How long `GET /v1/replicas` waits for one busy replica before it is shown without details."""
+
+
+CHANGE_DEADLINE_S = 60.0
+"""How long a change waits for a replica that has to make it, too."""
 
 
 class DirectivesBody(BaseModel):
@@ -65,6 +72,18 @@ class VerbBody(BaseModel):
 
 class UnknownModelError(Exception):
     """A request for a model that is not served."""
+
+
+class UnreachableError(Exception):
+    """Replicas that have to do something and do not answer."""
+
+
+async def _unreachable(request: Request, error: Exception) -> Response:
+    message = f"Not every replica has done it ({error.args[0]}); ask again."
+    answer = create_error_response(
+        message, err_type="ServiceUnavailableError", status_code=HTTPStatus.SERVICE_UNAVAILABLE
+    )
+    return JSONResponse(answer.model_dump(), status_code=answer.error.code)
 
 
 async def _unknown_model(request: Request, error: Exception) -> Response:
@@ -182,8 +201,13 @@ class AgentIngress(OpenAiIngress):
         return await self._session_call(request, session_id, model, "get")
 
     async def delete_session(self, session_id: str, request: Request, model: str | None = None) -> Response:
-        """Forget a session."""
-        return await self._session_call(request, session_id, model, "delete")
+        """Forget a session, on all nodes that know it."""
+        nodes, replicas = await self._nodes_and_replicas(model)
+        await _ask_all(replicas, "settle")  # a turn that is answered is noted before, not behind it
+        answers = await _ask_all(nodes, "delete_session", session_id)
+        if not any(answer["deleted"] for answer in answers):
+            return _error(unknown_session(session_id))
+        return JSONResponse({"session": session_id, "deleted": True})
 
     async def apply_directives(self, session_id: str, body: DirectivesBody, request: Request) -> Response:
         """Apply directives to what a session holds, now."""
@@ -202,8 +226,39 @@ class AgentIngress(OpenAiIngress):
         return await self._session_call(request, session_id, body.model, "share", span=body.span)
 
     async def purge(self, session_id: str, body: VerbBody, request: Request) -> Response:
-        """Remove a span, and what was computed behind it, from the store of the session's node."""
-        return await self._session_call(request, session_id, body.model, "purge", span=body.span)
+        """Remove a span, and what was computed behind it, from every node's store and every replica's cache.
+
+        The session goes last: what fails before can be asked for again.
+        """
+        nodes, replicas = await self._nodes_and_replicas(body.model)
+        if body.span is None:
+            return _error(RequestRefused("purge needs a span", "span").error())
+        await _ask_all(replicas, "settle")
+        found = await _ask_all(nodes, "traces", session_id, body.span.start, body.span.end)
+        known = [answer["traces"] for answer in found if "traces" in answer]
+        if not known:
+            refused = next((answer["error"] for answer in found if answer["error"]["code"] != 404), None)
+            return _error(refused or unknown_session(session_id))
+        # What the session held on one node, other sessions may have computed on another.
+        traces = functools.reduce(operator.or_, known)
+        removed = await _ask_all(nodes, "discard", traces)
+        emptied = await _ask_all(replicas, "empty_prefix_cache")
+        if not all(answer["emptied"] for answer in emptied):
+            raise UnreachableError("requests were running all the time, whose blocks are in the prefix cache")
+        # Of what ran meanwhile, something may have been stored from there.
+        await _ask_all(replicas, "settle")
+        removed += await _ask_all(nodes, "discard", traces)
+        await _ask_all(nodes, "delete_session", session_id)
+        return JSONResponse({"session": session_id, "purged_chunks": sum(a["purged_chunks"] for a in removed)})
+
+    async def _nodes_and_replicas(self, model: str | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return one replica of each node, and all replicas of a model. Raises `UnknownModelError`."""
+        name = await self._get_model_id(model)
+        if self._models[name]["plain"]:
+            raise UnknownModelError(name)
+        (found,) = (entry for entry in (await self._replicas())["models"] if entry["name"] == name)
+        replicas = [replica for replica in found["replicas"] if replica["state"] != "STOPPING"]
+        return list({replica["node"]: replica for replica in replicas}.values()), replicas
 
     async def _session_call(
         self,
@@ -275,14 +330,29 @@ class AgentIngress(OpenAiIngress):
         return {"models": models}
 
 
-async def _ask(actor_name: str, method: str) -> dict[str, Any]:
+async def _ask_all(replicas: Sequence[dict[str, Any]], method: str, *args: Any) -> list[dict[str, Any]]:
+    """Call a method of several replicas. Raises `UnreachableError` when one does not answer: nothing is done by halves
+    without a word."""
+    calls = (_ask(replica["actor"], method, *args, deadline_s=CHANGE_DEADLINE_S) for replica in replicas)
+    answers = await asyncio.gather(*calls)
+    missing = [r["replica"] for r, answer in zip(replicas, answers, strict=True) if "unreachable" in answer]
+    if missing or not replicas:
+        raise UnreachableError(", ".join(missing) or "none is running")
+    return answers
+
+
+def _error(error: dict[str, Any]) -> Response:
+    return JSONResponse({"error": error}, status_code=error["code"])
+
+
+async def _ask(actor_name: str, method: str, *args: Any, deadline_s: float = STATUS_DEADLINE_S) -> dict[str, Any]:
     """Call a method of one certain replica, which a deployment handle cannot address."""
     try:
         actor = ray.get_actor(actor_name, namespace=SERVE_NAMESPACE)
         request_id = f"ropewalk-{uuid.uuid4()}"
         metadata = RequestMetadata(request_id=request_id, internal_request_id=request_id, call_method=method)
-        async with asyncio.timeout(STATUS_DEADLINE_S):
-            return dict(await actor.handle_request.remote(pickle.dumps(metadata)))
+        async with asyncio.timeout(deadline_s):
+            return dict(await actor.handle_request.remote(pickle.dumps(metadata), *args))
     except Exception as error:
         return {"unreachable": f"{type(error).__name__}: {error}"}
 
@@ -319,6 +389,7 @@ def build_app() -> FastAPI:
     app.state.engine_client = Namespace(errored=False, is_running=True)
     init_exception_handler(app)
     app.add_exception_handler(UnknownModelError, _unknown_model)
+    app.add_exception_handler(UnreachableError, _unreachable)
     app.add_middleware(SetRequestIdMiddleware)
     return app
 

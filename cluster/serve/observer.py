@@ -33,7 +33,8 @@ class Observer:
                 Observation(
                     session=settings.session,
                     agent=settings.agent,
-                    sketch=anchor_sketch(anchor_body(request)),
+                    # What is sketched is remembered, if only as hashes.
+                    sketch=None if settings.scratch else anchor_sketch(anchor_body(request)),
                     model=self._model,
                     replica=self._replica,
                     node=self._node,

@@ -19,11 +19,13 @@ from ropewalk.agents.directives import DirectiveError, Span
 from ropewalk.agents.policies import load_policy
 from ropewalk.cluster.engine.request import PARAMS_KEY, Edits, Mode, RequestReport, RequestSettings
 from ropewalk.cluster.engine.settings import EngineSettings
+from ropewalk.cluster.engine.turns import Turns
 from ropewalk.cluster.serve.edits import RequestEditor, Tokenizing, TokenSpan, as_params, read_directives
 from ropewalk.cluster.serve.engine import AgentEngine, PlainEngine
 from ropewalk.cluster.serve.explain import explain_stream, explanation
 from ropewalk.cluster.serve.observer import Observer
 from ropewalk.cluster.serve.settings import FIELD, RESERVED_FIELDS, RequestRefused, read_settings
+from ropewalk.cluster.store.node_store import Traces
 from ropewalk.scheduler.state import SchedulerSettings
 
 ENGINE_STOP_S = 3.0
@@ -43,7 +45,7 @@ class SessionCall(BaseModel):
 
     model: str | None = None
     session: str
-    action: Literal["get", "delete", "apply", "pin", "decay", "share", "purge"]
+    action: Literal["get", "apply", "pin", "decay", "share"]
     directives: list[Any] = []
     span: TokenSpan | None = None
     seconds: float | None = None
@@ -93,7 +95,7 @@ class AgentServer(LLMServer):
     ) -> None:
         self._default_mode, self._default_edits = default_mode, default_edits
         self._editor = RequestEditor(
-            Tokenizing(self._encode, self._num_prompt_tokens), [load_policy(path) for path in policies]
+            Tokenizing(self._encode, self._prompt_tokens), [load_policy(path) for path in policies]
         )
         self._observer: Observer | None = None
         if scheduler is not None:
@@ -147,17 +149,13 @@ class AgentServer(LLMServer):
                 self._observer.observe(request, settings, reports)
 
     async def session(self, request: SessionCall, raw_request_info: Any = None) -> AsyncIterator[dict[str, Any]]:
-        """Look at a session (`get`), forget it (`delete`), `apply` directives to what it holds, or do to the KV of a
-        span what the action says (`_verb`); yields one answer.
+        """Look at a session (`get`), `apply` directives to what it holds, or do to the KV of a span what the action
+        says (`_verb`); yields one answer.
 
         An answer with `error` is OpenAI's error object.
         """
         planned, name = self.engine.planned, request.session
         try:
-            if request.action == "delete":
-                is_deleted = await planned.in_session_thread(planned.sessions.delete, DEFAULT_TENANT, name)
-                yield {"session": name, "deleted": True} if is_deleted else {"error": unknown_session(name)}
-                return
             if request.action == "apply":
                 found = [self._editor.directive(one) for one in read_directives({FIELD: request.model_dump()})]
                 yield await planned.apply_directives(name, [as_params(one) for one in found], self._default_mode)
@@ -165,7 +163,7 @@ class AgentServer(LLMServer):
             if request.action != "get":
                 yield {"session": name, **await self._verb(request)}
                 return
-            about = await planned.in_session_thread(planned.sessions.describe, DEFAULT_TENANT, name)
+            about = await planned.turns.call(planned.turns.sessions.describe, DEFAULT_TENANT, name)
             yield about if about is not None else {"error": unknown_session(name)}
         except KeyError:
             yield {"error": unknown_session(name)}
@@ -177,42 +175,64 @@ class AgentServer(LLMServer):
             yield {"error": RequestRefused(str(error), getattr(error, "parameter", None)).error()}
 
     async def _verb(self, request: SessionCall) -> dict[str, Any]:
-        planned, name = self.engine.planned, request.session
-        verbs = planned.verbs(DEFAULT_TENANT)
+        turns: Turns = self.engine.planned.turns
+        name = request.session
+        verbs = turns.verbs(DEFAULT_TENANT)
         span = Span(request.span.start, request.span.end) if request.span is not None else None
-        found: dict[str, Any]
         if request.action == "pin":
-            found = await planned.in_session_thread(verbs.pin, name, span, request.seconds or PIN_S)
-        elif request.action == "decay":
-            found = await planned.in_session_thread(verbs.decay, name, span, request.seconds or DECAY_S)
-        elif request.action == "share":
-            found = await planned.in_session_thread(verbs.share, name, span)
-        else:
-            if span is None:
-                raise RequestRefused("purge needs a span", "span")
-            found = await planned.purge(DEFAULT_TENANT, name, span)
-        return found
+            return await turns.call(verbs.pin, name, span, request.seconds or PIN_S)
+        if request.action == "decay":
+            return await turns.call(verbs.decay, name, span, request.seconds or DECAY_S)
+        return await turns.call(verbs.share, name, span)
+
+    async def delete_session(self, name: str) -> dict[str, Any]:
+        """Forget a session on this node."""
+        turns = self.engine.planned.turns
+        return {"deleted": await turns.call(turns.sessions.delete, DEFAULT_TENANT, name)}
+
+    async def settle(self) -> dict[str, Any]:
+        """Wait until what this replica has answered is stored and noted."""
+        await self.engine.planned.settle()
+        return {}
+
+    async def traces(self, name: str, start: int, end: int) -> dict[str, Any]:
+        """By what chunks are known that a purge of a span of a session has to remove, as far as this node knows it."""
+        turns: Turns = self.engine.planned.turns
+        try:
+            return {"traces": await turns.call(turns.verbs(DEFAULT_TENANT).traces, name, Span(start, end))}
+        except KeyError:
+            return {"error": unknown_session(name)}
+        except DirectiveError as error:
+            return {"error": RequestRefused(str(error), error.field).error()}
+
+    async def discard(self, traces: Traces) -> dict[str, Any]:
+        """Remove from this node what bears the traces of a purge."""
+        return {"purged_chunks": await self.engine.planned.discard(DEFAULT_TENANT, traces)}
+
+    async def empty_prefix_cache(self) -> dict[str, Any]:
+        """Empty vLLM's own prefix cache, where rows lie too."""
+        return {"emptied": await self.engine.planned.empty_prefix_cache()}
 
     async def sessions(self) -> dict[str, Any]:
         """The sessions that this replica's node knows."""
-        planned = self.engine.planned
-        return {"sessions": await planned.in_session_thread(planned.sessions.names, DEFAULT_TENANT)}
+        turns = self.engine.planned.turns
+        return {"sessions": await turns.call(turns.sessions.names, DEFAULT_TENANT)}
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self.engine.encode(text)
         return ids
 
-    async def _num_prompt_tokens(self, request: Any) -> int:
-        """Tokens of the prompt as vLLM will render it. Raises `RequestRefused` for one that it would refuse."""
+    async def _prompt_tokens(self, request: Any) -> Sequence[int]:
+        """Token ids of the prompt as vLLM will render it. Raises `RequestRefused` for one that it would refuse."""
         prompt = getattr(request, "prompt", None)
         if isinstance(prompt, list) and prompt and all(isinstance(token, int) for token in prompt):
-            return len(prompt)
+            return prompt
         if prompt is not None and not isinstance(prompt, str):
             raise RequestRefused("directives need a single prompt", "prompt")
         async for answer in self.engine.tokenize(tokenize_request(request)):
             if isinstance(answer, ErrorResponse):
                 raise RequestRefused(answer.error.message, answer.error.param)
-            return int(answer.count)
+            return list(answer.tokens)
         raise RequestRefused("the prompt could not be rendered")
 
     async def __del__(self) -> None:

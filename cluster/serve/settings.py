@@ -43,6 +43,7 @@ class RopewalkField(BaseModel):
     explain: bool = False
     edits: Edits | None = None
     directives: list[Any] = []
+    scratch: list[Any] = []
 
 
 def read_settings(
@@ -100,9 +101,14 @@ def _validated(value: Any) -> RopewalkField:
 
 
 def refusal(error: ValidationError, field: str) -> RequestRefused:
-    """Say what pydantic found wrong inside `field` of a request: the first thing, its place and value."""
-    details = error.errors()[0]
-    where = ".".join([field, *(str(part) for part in details["loc"])])
+    """Say what pydantic found wrong inside `field` of a request: the first thing, its place and value.
+
+    Of a value that could have had several forms, what is wrong with the form that it has.
+    """
+    errors = error.errors()
+    details = next((e for e in errors if e["type"] not in ("missing", "extra_forbidden")), errors[0])
+    forms = (part for part in details["loc"] if not (isinstance(part, str) and part[:1].isupper()))
+    where = ".".join([field, *map(str, forms)])
     return RequestRefused(f"'{where}': {details['msg']}, got {details['input']!r}", where)
 
 

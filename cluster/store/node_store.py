@@ -26,7 +26,7 @@ import os
 import shutil
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +48,7 @@ from ropewalk.cluster.store.folder import KINDS, MAX_HEADS, MAX_VERSIONS, SUPERS
 from ropewalk.cluster.store.tier import StoreUsage, Tier, io_reason
 from ropewalk.kernels.keys import HEAD_LENGTH, Domain, head_key
 
-__all__ = ["MAX_HEADS", "MAX_VERSIONS", "DiskTier", "NodeStore", "StoreUsage"]
+__all__ = ["MAX_HEADS", "MAX_VERSIONS", "DiskTier", "NodeStore", "StoreUsage", "Traces"]
 
 HEADER_CACHE = 4096
 """Headers remembered in the process. A name stands for one header for ever, so it stays true while a file has it."""
@@ -60,6 +60,29 @@ class DiskTier:
 
     root: Path
     budget_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Traces:
+    """By what chunks of a text are known on any node: its content keys, wherever it stands, and its places (parent and
+    first token), where shorter and longer chunks begin as well.
+    """
+
+    contents: frozenset[str]
+    places: frozenset[tuple[str, int]]
+
+    @classmethod
+    def of(cls, headers: Iterable[ChunkHeader]) -> Traces:
+        """Return the traces of these chunks."""
+        headers = list(headers)
+        return cls(frozenset(h.content for h in headers), frozenset((h.parent, int(h.tokens[0])) for h in headers))
+
+    def __or__(self, other: Traces) -> Traces:
+        return Traces(self.contents | other.contents, self.places | other.places)
+
+    def are_of(self, header: ChunkHeader) -> bool:
+        """Tell whether a chunk bears one of them."""
+        return header.content in self.contents or (header.parent, int(header.tokens[0])) in self.places
 
 
 class NodeStore:
@@ -218,14 +241,12 @@ class NodeStore:
                 total += stat.st_size if stat.st_mtime > now + 1 else 0
         return total
 
-    def discard(self, headers: Collection[ChunkHeader]) -> int:
-        """Remove chunks from every tier, and all that hold the same text: copies behind other texts, and shorter or
-        longer ones of the same place. Quarantine goes as a whole, since nobody knows what is in it.
+    def discard(self, traces: Traces) -> int:
+        """Remove from every tier the chunks that bear `traces`. Quarantine goes as a whole, since nobody knows what is
+        in it.
 
         Returns how many were removed. Reads the headers of all of this tenant's chunks.
         """
-        contents = {header.content for header in headers}
-        places = {(header.parent, int(header.tokens[0])) for header in headers}
         count = 0
         for folder in self._folders:
             for path in list(folder.files("objects")):
@@ -233,7 +254,7 @@ class NodeStore:
                     found = read_header(path)
                 except (OSError, ChunkCorrupt):
                     continue
-                if found.content in contents or (found.parent, int(found.tokens[0])) in places:
+                if traces.are_of(found):
                     folder.delete(path.name)
                     self._headers.pop(path.name, None)
                     count += 1

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ropewalk.agents.directives import SINK, Directive, DirectiveError, DirectiveSet, Mode, Span, message_span, snap
+from ropewalk.agents.directives import SINK, Directive, DirectiveError, DirectiveSet, Mode, Span
 
 
 @st.composite
@@ -95,15 +95,15 @@ def test_no_amortize_begins_in_the_attention_sink_but_a_forget_may(start):
     DirectiveSet([Directive(Span(SINK, 50))], 100)
 
 
-def test_spans_snap_outwards_to_message_boundaries():
-    boundaries = [4, 10, 20, 30]
-    assert snap(Span(12, 21), boundaries) == (10, 30)
-    assert snap(Span(10, 20), boundaries) == (10, 20)
-    assert snap(Span(2, 31), boundaries) == (2, 31)
-    assert message_span(1, 3, boundaries) == (10, 30)
-
-
-@pytest.mark.parametrize(("first", "last"), [(-1, 1), (0, 4), (2, 2), (2, 1)])
-def test_messages_that_are_not_there_are_rejected(first, last):
-    with pytest.raises(DirectiveError, match="are not among the 3 of the request"):
-        message_span(first, last, [4, 10, 20, 30])
+@given(edits(), st.data())
+def test_a_span_moves_with_the_text_in_it(case, data):
+    tokens, directives = case
+    found = DirectiveSet(directives, len(tokens))
+    start = data.draw(st.integers(0, len(tokens) - 1))
+    end = data.draw(st.integers(start + 1, len(tokens)))
+    moved = found.moved(Span(start, end))
+    kept = {position for k in found.kept() for position in range(k.start, k.end)}
+    inside = found.apply(tokens)[moved.start : moved.end]
+    assert [token for token in inside if token < 1000] == sorted(kept & set(range(start, end)))
+    replaced = [d.replacement for d in found if d.span.start < end and d.span.end > start]
+    assert [token for token in inside if token >= 1000] == [token for one in replaced for token in one]

@@ -17,7 +17,7 @@ from ropewalk.kernels.keys import (
     content_key,
     head_key,
 )
-from ropewalk.scheduler.planner import MAX_RUNS, Plan, PlannerSettings, make_plan, pieces
+from ropewalk.scheduler.planner import MAX_RUNS, Plan, PlannerSettings, Scratch, empty_plan, make_plan, pieces
 
 TENANT = "t"
 SMALL = PlannerSettings(ChunkSizes(mean=48, minimum=32, maximum=96), carve_out=32, min_run=40)
@@ -355,3 +355,56 @@ def test_a_prompt_of_many_edits_has_a_bounded_number_of_stages():
     )
     plan = serve(as_tokens([*words(2, 50), *edited]), index, planner, reuse=True)
     assert len(plan.runs) == MAX_RUNS
+
+
+def test_scratch_is_computed_and_stored_nowhere():
+    rng = np.random.default_rng(8)
+    tokens = as_tokens(rng.integers(0, 50_000, 600))
+    index = MemoryIndex()
+    index.save(tokens, make_plan(tokens, TENANT, index, SMALL, reuse=False), SMALL)
+    for keeps_rest in (True, False):
+        scratch = Scratch(((200, 250), (300, 310)), "label", keeps_rest)
+        plan = make_plan(tokens, TENANT, index, SMALL, reuse=True, scratch=scratch)
+        assert plan.exact_end == 200, "what is stored behind it may not be served: it would not be computed apart"
+        assert plan.num_tokens == 600
+        assert plan.marks == (Mark(200, "label"),)
+        assert Plan.from_params(plan.to_params()) == plan
+        saved = pieces(tokens, TENANT, SMALL.chunks, [*plan.runs, *plan.unsaved], plan.marks)
+        covered = {position for piece in saved for position in range(piece.start, piece.end)}
+        assert covered == ({*range(200), *range(250, 300), *range(310, 600)} if keeps_rest else {*range(200)})
+        assert all((piece.domain is Domain.LINEAGE) == (piece.start >= 200) for piece in saved)
+
+
+def test_behind_scratch_nothing_is_reused_and_before_it_everything():
+    rng = np.random.default_rng(9)
+    body, other = (as_tokens(rng.integers(0, 50_000, 300)) for _ in range(2))
+    index = MemoryIndex()
+    for text in (body, other):
+        whole = as_tokens([*rng.integers(0, 50_000, 70), *text])
+        index.save(whole, make_plan(whole, TENANT, index, SMALL, reuse=False), SMALL)
+    tokens = as_tokens([*rng.integers(0, 50_000, 90), *body, *rng.integers(0, 50_000, 40), *other, 5])
+    scratch = Scratch(((390, 430),), "label", True)
+    plan = make_plan(tokens, TENANT, index, SMALL, reuse=True, scratch=scratch)
+    ((start, end),) = plan.runs
+    assert (start, end) == (90, 363), "to where its last whole chunk ends"
+    assert plan.marks == (Mark(90, REUSE), Mark(390, "label"))
+
+
+@pytest.mark.parametrize("keeps_rest", [True, False])
+def test_a_plan_without_the_store_still_stores_no_scratch(keeps_rest):
+    tokens = as_tokens(range(300))
+    plan = empty_plan(300, Scratch(((100, 150),), "label", keeps_rest))
+    saved = pieces(tokens, TENANT, SMALL.chunks, plan.runs, plan.marks, plan.unsaved)
+    assert {p for piece in saved for p in range(piece.start, piece.end)} == {
+        *range(100),
+        *(range(150, 300) if keeps_rest else ()),
+    }
+
+
+def test_names_of_what_stands_behind_scratch_say_nothing_of_it():
+    def behind(scratch):
+        tokens = as_tokens([*range(100), *scratch, *range(100, 130)])  # too short to be cut
+        return pieces(tokens, TENANT, SMALL.chunks, [], [Mark(100, "label")], [(100, 110)])[-1]
+
+    assert behind(range(1000, 1010)) == behind(range(2000, 2010))
+    assert behind(range(1000, 1010)).domain is Domain.LINEAGE

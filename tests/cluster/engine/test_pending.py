@@ -34,7 +34,7 @@ def put(store: NodeStore, chain: str) -> None:
 
 async def test_a_request_waits_for_what_begins_like_it(store):
     pending = PendingSaves()
-    pending.add(store, {"chain": "aa", "heads": ["h1", "h2"]})
+    pending.add(store, {"chain": "aa", "heads": ["h1", "h2"], "chains": ["aa"]})
     waiting = asyncio.create_task(pending.wait(FOREVER, {"h2", "h3"}))
     await asyncio.sleep(0.01)
     assert not waiting.done()
@@ -45,14 +45,14 @@ async def test_a_request_waits_for_what_begins_like_it(store):
 
 async def test_a_request_does_not_wait_for_what_it_cannot_use(store):
     pending = PendingSaves()
-    pending.add(store, {"chain": "aa", "heads": ["h1"]})
+    pending.add(store, {"chain": "aa", "heads": ["h1"], "chains": ["aa"]})
     await pending.wait(FOREVER, {"h2"})
     assert len(pending) == 1
 
 
 async def test_nobody_waits_longer_than_said(store):
     pending = PendingSaves()
-    pending.add(store, {"chain": "aa", "heads": ["h1"]})
+    pending.add(store, {"chain": "aa", "heads": ["h1"], "chains": ["aa"]})
     await pending.wait(0.01, {"h1"})
     assert len(pending) == 1
 
@@ -61,7 +61,7 @@ async def test_a_save_that_never_lands_is_given_up(store, monkeypatch):
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     pending = PendingSaves()
-    pending.add(store, {"chain": "aa", "heads": ["h1"]})
+    pending.add(store, {"chain": "aa", "heads": ["h1"], "chains": ["aa"]})
     now[0] += GIVEN_UP_S + 0.01
     await pending.wait(FOREVER)
     assert len(pending) == 0
@@ -70,7 +70,7 @@ async def test_a_save_that_never_lands_is_given_up(store, monkeypatch):
 def test_what_is_remembered_is_bounded(store):
     pending = PendingSaves()
     for number in range(2 * MAX_PENDING):
-        pending.add(store, {"chain": f"{number:02x}", "heads": []})
+        pending.add(store, {"chain": f"{number:02x}", "heads": [], "chains": [f"{number:02x}"]})
     assert len(pending) == MAX_PENDING
 
 
@@ -96,20 +96,26 @@ def test_a_text_without_limits_is_waited_for_behind_another_header():
 
 async def test_a_splice_waits_for_its_own_chunks_by_name(store):
     pending = PendingSaves()
-    pending.add(store, {"chain": "cc", "heads": []})
+    pending.add(store, {"chain": "cc", "heads": [], "chains": ["aa", "bb", "cc"]})
     put(store, "aa")
     waiting = asyncio.create_task(pending.wait_for(store, {"aa", "bb"}, FOREVER))
     await asyncio.sleep(0.01)
     assert not waiting.done()
     put(store, "bb")
     await waiting
-    assert len(pending) == 1, "others' saves are not waited for"
+    assert len(pending) == 1, "others' chunks are not waited for"
 
 
 async def test_nothing_is_waited_for_that_nobody_stores(store):
     pending = PendingSaves()
     await pending.wait_for(store, {"gone"}, FOREVER)
-    pending.add(store, {"chain": "cc", "heads": []})
-    await pending.wait_for(store, {"gone"}, 0.01)
-    put(store, "cc")
+    pending.add(store, {"chain": "cc", "heads": [], "chains": ["cc"]})
     await pending.wait_for(store, {"gone"}, FOREVER)
+    assert len(pending) == 1
+
+
+async def test_a_splice_waits_no_longer_than_said(store):
+    pending = PendingSaves()
+    pending.add(store, {"chain": "cc", "heads": [], "chains": ["bb", "cc"]})
+    await pending.wait_for(store, {"bb"}, 0.01)
+    assert not store.contains("bb")

@@ -7,6 +7,7 @@ import pytest
 
 from ropewalk.cluster.bench.engine import Engine
 from ropewalk.cluster.bench.statistics import divergence
+from ropewalk.kernels.keys import as_tokens
 from ropewalk.workloads.recall.vocabulary import vocabulary
 
 from .prompts import body_and_headers, english, prompt
@@ -174,6 +175,110 @@ def test_a_forget_serves_nothing_that_was_computed_behind_the_removed_text(case)
     later = session.ask([*edited(tokens, (200, 300, [])), *end, *answer.token_ids, *end])
     assert later.report.tokens["spliced"] == later.report.tokens["reused"] == 0
     assert "forgotten" in later.report.fallbacks
+
+
+def test_an_edit_of_what_the_model_has_said_is_spliced_as_any_other(case):
+    model, engine = case
+    rng = random.Random(13)
+    tokens = prompt(model, rng, 300)
+    session = Session(engine, edits="amortize")
+    said = session.ask(tokens, max_tokens=140).token_ids
+    edit = [310, 330, text(model, rng, 5), "amortize"]  # a small model repeats itself: comparing would find too much
+    answer = session.ask([*tokens, *said, *text(model, rng, 20)], directives=[edit])
+    assert answer.report.tokens["spliced"] >= 109 - SLACK
+    assert {part.turn for part in answer.report.plan if part.source == "splice"} == {-15}
+
+
+def test_an_edit_beside_a_running_request_of_the_session_touches_neither(case):
+    model, engine = case
+    rng = random.Random(14)
+    tokens, end, stub = prompt(model, rng, 700), text(model, rng, 20), text(model, rng, 9)
+    session = Session(engine, edits="amortize")
+    session.ask(tokens)
+    running = [*tokens, *end]
+    changed = [*edited(tokens, (100, 300, stub)), *end]
+    alone = engine.ask(running, tenant="never", max_tokens=1, logprobs=True)
+    options = {"session": session.name, "edits": "amortize", "ignore_eos": True, "logprobs": True}
+    long, short, later = engine.gather(
+        [
+            engine.ask_async(running, max_tokens=50, **options),
+            engine.ask_async(changed, max_tokens=4, **options),
+            engine.ask_async([*running, *end], max_tokens=4, **options),
+        ]
+    )
+    assert long.report.tokens["spliced"] == later.report.tokens["spliced"] == 0
+    assert short.report.tokens["spliced"] >= 400 - SLACK
+    assert divergence(alone.first_logprobs, long.first_logprobs) < 0.02
+    engine.settle()
+    # All three histories are there to go on from.
+    for before, answer in ((running, long), (changed, short), ([*running, *end], later)):
+        following = session.ask([*before, *answer.token_ids, *end])
+        assert following.num_cached >= len(before) - SLACK
+        assert (following.report.tokens["spliced"] > 0) == (before is changed)
+
+
+def test_scratch_is_attended_to_now_and_neither_stored_nor_found_nor_part_of_the_history(case):
+    model, engine = case
+    rng = random.Random(10)
+    tokens, behind, end = prompt(model, rng, 700), text(model, rng, 120), text(model, rng, 20)
+    scratch = text(model, rng, 60) if model == "recall-mla" else rng.sample(range(3000, 40_000), 60)
+    asked = [*tokens, *scratch, *behind]
+    session = Session(engine, edits="amortize")
+    session.ask(tokens)
+    told = session.ask(asked, scratch=[[700, 760]], max_tokens=40, logprobs=True)
+    assert told.report.fallbacks == []
+    assert told.report.tokens["exact"] >= 700 - SLACK
+    needle = as_tokens(scratch[5:25]).tobytes()
+    files = [path for path in engine.store_root.rglob("*") if path.is_file()]
+    assert any(as_tokens(behind[40:60]).tobytes() in path.read_bytes() for path in files)
+    assert not any(needle in path.read_bytes() for path in files)
+    # The next turn goes on without it: what was said behind it is turned.
+    following = session.ask([*tokens, *behind, *told.token_ids, *end])
+    assert following.report.fallbacks == []
+    assert following.report.tokens["spliced"] >= 120 + 39 - SLACK
+    assert {part.turn for part in following.report.plan if part.source == "splice"} == {-60}
+    # Nobody finds it: not as exact KV, not by reuse, not the session itself.
+    for number, asks in enumerate(({"mode": "reuse"}, {}, {"edits": "amortize", "session": session.name})):
+        # What the one before has computed, as text like any other, is found.
+        again = engine.ask([*tokens, *scratch[: 20 * (number + 1)], *end], **{"max_tokens": 1, **asks})
+        assert again.num_cached <= 700 + 20 * number
+    alone = engine.ask(asked, tenant="never", max_tokens=1, logprobs=True)
+    assert divergence(alone.first_logprobs, told.first_logprobs) < 0.02
+
+
+@pytest.mark.parametrize("settings", [{}, {"edits": "forget"}, {"edits": "amortize", "mode": "reuse"}])
+def test_scratch_of_an_exact_session_costs_what_follows_it_alone(case, settings):
+    model, engine = case
+    rng = random.Random(11)
+    tokens, scratch, behind = prompt(model, rng, 400), text(model, rng, 60), text(model, rng, 200)
+    session = Session(engine, **settings)
+    session.ask(tokens)
+    session.ask([*tokens, *scratch, *behind], scratch=[[400, 450], [455, 460]])
+    following = session.ask([*tokens, *scratch[50:55], *behind])
+    expected = 200 - SLACK if settings.get("edits") == "amortize" else 0
+    assert following.report.tokens["spliced"] >= expected
+    assert following.report.tokens["spliced"] == 0 or expected
+    assert following.report.tokens["exact"] >= 400 - SLACK
+
+
+def test_a_short_prompt_with_scratch_leaves_nothing(case):
+    model, engine = case
+    tokens = text(model, random.Random(12), 14)
+    for _ in range(2):
+        answer = engine.ask(tokens, scratch=[[4, 9]], max_tokens=60, ignore_eos=True)
+        assert answer.num_cached == 0
+    assert engine.ask([*tokens, *answer.token_ids], max_tokens=1).num_cached == 0
+
+
+def test_scratch_that_is_not_there_is_refused(case):
+    from vllm.exceptions import VLLMValidationError
+
+    _, engine = case
+    tokens = prompt("recall-mla", random.Random(1), 100)
+    for spans, name in (([[40, 101]], r"scratch[0]"), ([[10, 30], [20, 40]], "scratch[1]")):
+        with pytest.raises(VLLMValidationError, match="scratch") as error:
+            engine.ask(tokens, scratch=spans)
+        assert error.value.parameter == f"ropewalk.{name}"
 
 
 def test_a_lost_lineage_is_said_and_the_prompt_computed(case):

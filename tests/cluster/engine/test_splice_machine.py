@@ -89,6 +89,8 @@ class Splices(RuleBasedStateMachine):
         self.planner = PlannerSettings(SIZES, min_run=40, block_size=block_size, boundary=boundary)
         self.index = {tenant: Index() for tenant in TENANTS}
         self.clock = itertools.count(1)
+        self.scratch: list[list[int]] = []
+        """How all scratch began: none of it is ever found in a chunk or a history."""
         self.since_forget: dict[tuple[str, str], set[str]] = {}
         """Of sessions that had something removed for good: chunks that stand for what they sent since then."""
         self.told_to_splice: set[tuple[str, str]] = set()
@@ -176,6 +178,29 @@ class Splices(RuleBasedStateMachine):
             assert not valid
             return before
 
+    @rule(
+        target=prompts,
+        before=prompts,
+        mode=st.sampled_from(["exact", "exact", "reuse"]),
+        edits=EDITS,
+        length=st.integers(1, 90),
+        parts=words,
+        is_dropped=st.sampled_from([True, True, True, False]),
+        in_the_middle=st.booleans(),
+    )
+    def a_turn_with_scratch(self, before, mode, edits, length, parts, is_dropped, in_the_middle):
+        tenant, session, tokens = before
+        start = len(tokens) // 2 if in_the_middle else len(tokens)
+        scratch = text(next(self.clock) + 9000, length)
+        if is_dropped and length >= 12:
+            self.scratch.append(scratch[:12])
+        behind = [*tokens[start:], *itertools.chain(*map(text, parts))]
+        request = RequestSettings(tenant=tenant, session=session, mode=mode, edits=edits)
+        request = replace(request, scratch=[[start, start + length]])
+        *_, said = self._serve(request, [*tokens[:start], *scratch, *behind])
+        answer = said[len(tokens[:start]) + length + len(behind) :]
+        return tenant, session, [*tokens[:start], *([] if is_dropped else scratch), *behind, *answer]
+
     @rule(prompt=prompts, seed=st.integers(0, 10**6), share=st.floats(0, 0.4))
     def some_chunks_are_evicted(self, prompt, seed, share):
         rng = np.random.default_rng(seed)
@@ -190,6 +215,16 @@ class Splices(RuleBasedStateMachine):
                     branch.lineage.check_integrity()
             assert files.counters["session_damaged"] == files.counters["session_failed"] == 0, tenant
 
+    @invariant()
+    def scratch_is_nowhere(self):
+        for tenant in TENANTS if hasattr(self, "index") else ():
+            held = [stored.header.tokens for stored in self.index[tenant].chunks.values()]
+            for session in SESSIONS:
+                for branch in self.files[tenant].get(session).branches:
+                    held += [branch.lineage.tokens, *([] if branch.sent is None else [branch.sent])]
+            everything = b"".join(as_tokens(tokens).tobytes() for tokens in held)
+            assert not any(as_tokens(begun).tobytes() in everything for begun in self.scratch[-3:])
+
     def _serve(self, request: RequestSettings, tokens: list[int]):
         tenant, session = request.tenant, request.session
         index, owner = self.index[tenant], (request.tenant, request.session)
@@ -202,7 +237,9 @@ class Splices(RuleBasedStateMachine):
             self.since_forget[owner] = set()
         if request.apply and turn.wants_splice:
             self.told_to_splice.add(owner)
-        plan = make_plan(turn.tokens, tenant, index, self.planner, reuse=turn.reuse, held=turn.held)
+        plan = make_plan(
+            turn.tokens, tenant, index, self.planner, reuse=turn.reuse, held=turn.held, scratch=turn.scratch
+        )
         assert plan.num_tokens == len(turn.tokens)
         self._check(request, turn, plan, index, owner, forgets)
         answer = text(next(self.clock) + 5000, ANSWER)

@@ -2,6 +2,7 @@
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 from ropewalk.agents.directives import DirectiveError, Span
 from ropewalk.agents.history import Branch, History
-from ropewalk.agents.lineage import Lineage, Rows
+from ropewalk.agents.lineage import Lineage, Mark, Rows
 from ropewalk.cluster.engine.sessions import Sessions
 from ropewalk.cluster.engine.verbs import PIN_SHARE, Verbs
 from ropewalk.cluster.store.chunk import ChunkHeader
@@ -121,8 +122,8 @@ def test_what_is_purged_leaves_no_byte_in_any_tier(place):
     needle = removed.tokens[:8].tobytes()
     assert place.bytes().count(needle) >= 5
     kept = place.headers[0].tokens[:8].tobytes()
-    found = place.verbs.purge("s", Span(LENGTH, LENGTH + 10))
-    assert found["purged_chunks"] >= 5
+    assert place.store.discard(place.verbs.traces("s", Span(LENGTH, LENGTH + 10))) >= 5
+    place.sessions.delete(TENANT, "s")
     everything = place.bytes()
     assert needle not in everything
     assert place.headers[3].tokens[:8].tobytes() not in everything, "it was computed behind what was removed"
@@ -132,10 +133,35 @@ def test_what_is_purged_leaves_no_byte_in_any_tier(place):
         place.sessions.tokens(TENANT, "s")
 
 
+def test_another_node_knows_the_chunks_by_what_this_one_remembers(tmp_path):
+    """Even those that are evicted here; another session has computed the text there, behind another one."""
+    here, there = Place(tmp_path / "a"), Place(tmp_path / "b")
+    there.sessions.delete(TENANT, "s")
+    copy = there.put(here.headers[1].tokens, "another parent", Domain.EXACT, 7)
+    for path in tmp_path.glob("a/*/*/*/objects/*/*"):
+        path.unlink()
+    assert here.store.usage().num_chunks == 0
+    traces = here.verbs.traces("s", Span(LENGTH, LENGTH + 10))
+    assert there.store.discard(traces) == 4, "of the same text and behind it"
+    assert not there.store.contains(copy.chain)
+    assert there.store.contains(there.headers[0].chain)
+
+
+def test_what_was_computed_with_a_scratch_in_view_is_shared_with_nobody(place):
+    def mark(history: History) -> None:
+        (branch,) = history.branches
+        marks = (Mark(3 * LENGTH, "scratch/1/dropped"),)
+        history.branches[0] = replace(branch, lineage=replace(branch.lineage, marks=marks))
+
+    place.files.update("s", mark)
+    assert place.verbs.share("s", None) == {"shared_chunks": 1}
+    assert place.store.by_content(place.headers[3].content) == []
+
+
 @pytest.mark.parametrize("span", [Span(10, 10), Span(-1, 5), Span(0, 4 * LENGTH + 1)])
 def test_a_span_that_is_not_held_is_refused_and_nothing_changes(place, span):
     before = [place.last_use(number) for number in range(4)]
-    for verb in (lambda: place.verbs.pin("s", span, 1), lambda: place.verbs.purge("s", span)):
+    for verb in (lambda: place.verbs.pin("s", span, 1), lambda: place.verbs.traces("s", span)):
         with pytest.raises(DirectiveError, match="is no span of the 256 tokens held"):
             verb()
     assert [place.last_use(number) for number in range(4)] == before

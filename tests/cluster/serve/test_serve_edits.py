@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 from ropewalk.cluster.engine.request import RequestSettings
+from ropewalk.cluster.engine.sessions import without
 from ropewalk.cluster.serve.edits import RequestEditor, Tokenizing
 from ropewalk.cluster.serve.settings import RequestRefused
+from ropewalk.kernels.keys import as_tokens
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
@@ -17,15 +19,27 @@ MESSAGES = [
 ]
 
 
-async def one_hundred(request: Any) -> int:
-    return 100
+def letters(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
 
 
-TOKENIZING = Tokenizing(lambda text: [ord(letter) for letter in text], one_hundred)
+async def rendered(request: Any) -> list[int]:
+    """A token a letter, and one around each message; 100 of `MESSAGES`."""
+    tokens = [token for m in request.messages or () for token in (0, *letters(str(m["content"])), 1)]
+    return [*tokens, *[2] * 49]
 
 
-def request_of(directives: Any = (), messages: Any = MESSAGES, **extra: Any) -> Any:
-    return SimpleNamespace(messages=messages, model_extra={"ropewalk": {"directives": list(directives)}, **extra})
+TOKENIZING = Tokenizing(letters, rendered)
+
+
+class Asked(SimpleNamespace):
+    def model_copy(self, update: Any) -> "Asked":
+        return Asked(**{**vars(self), **update})
+
+
+def request_of(directives: Any = (), messages: Any = MESSAGES, scratch: Any = (), **extra: Any) -> Any:
+    field = {"directives": list(directives), "scratch": list(scratch)}
+    return Asked(messages=messages, model_extra={"ropewalk": field, **extra})
 
 
 async def edit(request: Any, edits: Any = None, policies: Any = ()) -> Any:
@@ -109,3 +123,75 @@ async def test_results_that_are_content_parts_are_cleared_and_counted():
     _, applied = await edit(request_of(messages=messages, context_management={"edits": [rule]}))
     assert applied.edits[0]["cleared_tool_uses"] == 1
     assert applied.edits[0]["cleared_input_tokens"] > 400
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "read", "arguments": "{}"}}
+WITH_TOOL = [
+    *MESSAGES,
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c", "content": "A result." * 10},
+    {"role": "user", "content": "What is it?"},
+]
+
+
+@pytest.mark.parametrize(
+    ("scratch", "missing"),
+    [
+        ([{"message": 1}], [1]),
+        ([{"tool_call_id": "c"}], [5]),
+        ([{"messages": [4, 6]}], [4, 5]),
+        ([{"tool_call_id": "c"}, {"message": 4}], [4, 5]),
+        ([{"message": 1}, {"message": 5}], [1, 5]),
+    ],
+)
+async def test_scratch_is_what_would_be_missing_without_it(scratch, missing):
+    request = request_of(scratch=scratch, messages=WITH_TOOL)
+    settings, _ = await edit(request)
+    whole = await rendered(request)
+    kept = [message for number, message in enumerate(WITH_TOOL) if number not in missing]
+    assert without(as_tokens(whole), settings.scratch).tolist() == await rendered(request_of(messages=kept))
+    assert request.messages == WITH_TOOL
+
+
+async def test_scratch_is_found_in_messages_as_they_are_edited():
+    request = request_of([{"span": {"message": 1}, "replacement": "Q"}], scratch=[{"message": 2}])
+    settings, _ = await edit(request)
+    ((start, end),) = settings.scratch
+    whole = await rendered(request)
+    assert [*whole[:start], *whole[end:]] == await rendered(
+        request_of(messages=[m for m in request.messages if m != MESSAGES[2]])
+    )
+    assert (settings.edits, settings.expects_splice) == ("amortize", True)
+
+
+async def test_spans_of_tokens_are_scratch_as_they_are():
+    settings, _ = await edit(request_of(scratch=[{"start": 50, "end": 60}, {"start": 40, "end": 41}]))
+    assert settings.scratch == [(40, 41), (50, 60)]
+
+
+@pytest.mark.parametrize(
+    ("request_", "param"),
+    [
+        (request_of(scratch=[{"message": 4}]), "ropewalk.scratch[0]"),
+        (request_of(scratch=[{"message": 1}, {"messages": [2, 2]}]), "ropewalk.scratch[1]"),
+        (request_of(scratch=[{"tool_call_id": "x"}]), "ropewalk.scratch[0]"),
+        (request_of(scratch=[{"message": -1}]), "ropewalk.scratch[0].message"),
+        (request_of(scratch=[{"messages": [0, 4]}]), "ropewalk.scratch"),
+        (request_of(scratch=[{"message": 1}, {"start": 1, "end": 2}]), "ropewalk.scratch"),
+        (request_of([{"span": {"messages": [1, 3]}}], scratch=[{"message": 1}]), "ropewalk.scratch"),
+        (request_of(scratch=[{"message": 1}], messages=None), "ropewalk.scratch"),
+    ],
+)
+async def test_scratch_that_is_not_there_is_refused_and_the_request_left_as_it_was(request_, param):
+    before = request_.messages
+    with pytest.raises(RequestRefused) as refused:
+        await edit(request_)
+    assert refused.value.param.startswith(param)
+    assert request_.messages == before
+
+
+async def test_beam_search_carries_no_edits():
+    for asked in (request_of([{"span": {"message": 1}}]), request_of(scratch=[{"message": 1}])):
+        asked.use_beam_search = True
+        with pytest.raises(RequestRefused, match="beam search"):
+            await edit(asked)

@@ -11,8 +11,7 @@ import runpy
 import signal
 import socket
 import ssl
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,8 @@ from ropewalk.cluster.config import parse_config
 from ropewalk.cluster.serve.local import LocalCluster, free_port
 from ropewalk.workloads.config import ReplayConfig
 from ropewalk.workloads.load import run_replay
+
+from .waiting import eventually
 
 pytestmark = pytest.mark.engine
 
@@ -49,16 +50,6 @@ BODY = " ".join(
 ERROR_CASES = runpy.run_path(str(Path(__file__).with_name("error_cases.py")))
 STOCK_ERRORS = json.loads((Path(__file__).parent / "vllm_errors.json").read_text())
 ENGINE_ARGS = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
-    """Whether `condition` comes true before a generous deadline."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.1)
-    return condition()
 
 
 @pytest.fixture(scope="module")
@@ -341,136 +332,6 @@ def test_texts_and_chats_are_tokenized_and_back(cluster: Any) -> None:
     assert chat["count"] > 5
     text = httpx.post(f"{base}/detokenize", json={"model": MODEL, "tokens": ids["tokens"]}).json()
     assert text["prompt"] == "Three crates."
-
-
-def agent_turns(seed: int, num_uses: int) -> list[Any]:
-    """A conversation of a tool-calling agent, with long results that nobody else has."""
-    messages: list[Any] = [
-        {"role": "system", "content": f"You are agent {seed}, who counts crates and answers in few words."},
-        {"role": "user", "content": "How many crates are there in all?"},
-    ]
-    for use in range(num_uses):
-        function = {"name": "get_weather", "arguments": json.dumps({"city": f"Row {use}"})}
-        call = {"id": f"call-{use}", "type": "function", "function": function}
-        rows = " ".join(f"Row {n} of hall {use}.{seed} holds {n * use * seed % 89} crates." for n in range(20))
-        messages += [
-            {"role": "assistant", "content": f"I look at hall {use}.", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": f"call-{use}", "content": rows},
-        ]
-    return messages
-
-
-def ask_as(client: openai.OpenAI, session: str, messages: list[Any], body: Any = None, **field: Any) -> Any:
-    return client.chat.completions.create(
-        model=MODEL,
-        messages=messages,
-        max_tokens=4,
-        temperature=0,
-        extra_body={"ropewalk": {"session": session, "explain": True, "reuse": "exact", **field}, **(body or {})},
-    )
-
-
-def test_an_edited_history_costs_the_edit_and_is_explained(client: openai.OpenAI) -> None:
-    messages = agent_turns(1, 3)
-    ask_as(client, "splice-1", messages, edits="amortize")
-    edited = [dict(message) for message in messages]
-    edited[3]["content"] = "[evicted]"
-    answer = ask_as(client, "splice-1", [*edited, {"role": "user", "content": "Well?"}], edits="amortize")
-    told = answer.model_extra["ropewalk"]
-    assert told["fallbacks"] == []
-    assert told["tokens"]["spliced"] > 400
-    assert told["lineage"]
-    assert answer.usage.prompt_tokens_details.cached_tokens >= told["tokens"]["spliced"]
-    stranger = ask_as(client, "splice-1b", [*edited, {"role": "user", "content": "Well, well?"}])
-    assert stranger.model_extra["ropewalk"]["tokens"]["spliced"] == 0
-
-
-@pytest.mark.parametrize(
-    "directive",
-    [
-        {"span": {"tool_call_id": "call-0"}, "replacement": "[evicted]"},
-        {"span": {"message": 3}, "replacement": "[evicted]"},
-        {"span": {"messages": [2, 4]}, "replacement": "[evicted: 1 older tool turn]"},
-        {"span": {"start": 150, "end": 300}, "replacement": "[evicted]"},
-    ],
-    ids=["tool call", "message", "messages", "tokens"],
-)
-def test_a_directive_may_name_tokens_messages_or_a_tool_call(client: openai.OpenAI, directive: Any) -> None:
-    session = f"splice-2-{directive['span']}"
-    messages = agent_turns(10 + len(session), 3)
-    ask_as(client, session, messages)
-    asked = [*messages, {"role": "user", "content": "Well?"}]
-    told = ask_as(client, session, asked, directives=[directive]).model_extra["ropewalk"]
-    assert told["fallbacks"] == []
-    assert told["tokens"]["spliced"] > 400
-
-
-def test_directives_applied_in_idle_time_hold_for_the_prompts_that_follow(cluster: Any, client: openai.OpenAI) -> None:
-    messages = agent_turns(3, 3)
-    ask_as(client, "splice-3", messages)
-    url = f"{cluster.endpoint}/sessions/splice-3"
-    held = httpx.get(url).json()["branches"][0]["num_tokens"]
-    directive = {"span": {"start": 150, "end": 300}, "replacement": "[evicted]"}
-    applied = httpx.post(f"{url}/directives", json={"directives": [directive]}, timeout=60)
-    assert applied.status_code == 200, applied.text
-    assert applied.json()["tokens"]["spliced"] > 400
-    assert httpx.get(url).json()["edits"] == "amortize"
-    following = ask_as(client, "splice-3", [*messages, {"role": "user", "content": "Well?"}])
-    told = following.model_extra["ropewalk"]
-    assert told["tokens"]["spliced"] > 400
-    assert following.usage.prompt_tokens < held
-    assert "splice-3" in httpx.get(f"{cluster.endpoint}/sessions").json()["models"][0]["sessions"]
-    assert httpx.delete(url).json() == {"session": "splice-3", "deleted": True}
-    assert httpx.get(url).status_code == 404
-
-
-def test_wrong_directives_of_a_session_are_refused_and_change_nothing(cluster: Any, client: openai.OpenAI) -> None:
-    ask_as(client, "splice-4", agent_turns(4, 1))
-    url = f"{cluster.endpoint}/sessions/splice-4"
-    before = httpx.get(url).json()
-    for span, message in (({"start": 4, "end": 50}, "attention sink"), ({"start": 60, "end": 50_000}, "is no span of")):
-        refused = httpx.post(f"{url}/directives", json={"directives": [{"span": span, "replacement": "x"}]})
-        assert refused.status_code == 400
-        assert message in refused.json()["error"]["message"]
-        assert refused.json()["error"]["param"] == "directives[0].span"
-    assert httpx.get(url).json() == before
-    nobody = httpx.post(
-        f"{cluster.endpoint}/sessions/nobody/directives", json={"directives": [{"span": {"start": 40, "end": 50}}]}
-    )
-    assert nobody.status_code == 404
-    assert nobody.json()["error"]["type"] == "NotFoundError"
-
-
-def test_a_history_is_pinned_aged_shared_and_purged(cluster: Any, client: openai.OpenAI) -> None:
-    ask_as(client, "splice-6", agent_turns(6, 2))
-    url = f"{cluster.endpoint}/sessions/splice-6"
-    held = httpx.get(url).json()["branches"][0]["num_tokens"]
-    assert eventually(lambda: httpx.post(f"{url}/pin", json={"ttl_s": 60}).json()["pinned_bytes"] > 0)
-    assert httpx.post(f"{url}/decay", json={"span": {"start": 0, "end": 64}}).json()["decayed_bytes"] > 0
-    assert httpx.post(f"{url}/share", json={}).json()["shared_chunks"] == 0, (
-        "all of it is exact: others find it already"
-    )
-    refused = httpx.post(f"{url}/pin", json={"span": {"start": 5, "end": held + 1}})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "span")
-    assert httpx.post(f"{url}/purge", json={}).json()["error"]["param"] == "span"
-    assert httpx.post(f"{url}/purge", json={"span": {"start": 100, "end": 200}}).json()["purged_chunks"] > 0
-    assert httpx.get(url).status_code == 404
-    again = ask_as(client, "splice-6", agent_turns(6, 2))
-    assert again.usage.prompt_tokens_details.cached_tokens <= 128
-
-
-def test_old_tool_results_are_cleared_by_anthropics_rule(client: openai.OpenAI) -> None:
-    rule = {
-        "type": "clear_tool_uses_20250919",
-        "trigger": {"type": "tool_uses", "value": 2},
-        "keep": {"type": "tool_uses", "value": 2},
-    }
-    body = {"context_management": {"edits": [rule]}}
-    first = ask_as(client, "splice-5", agent_turns(5, 2), body, edits="amortize")
-    assert first.model_extra["context_management"]["applied_edits"][0]["cleared_tool_uses"] == 0
-    second = ask_as(client, "splice-5", agent_turns(5, 3), body, edits="amortize")
-    assert second.model_extra["context_management"]["applied_edits"][0]["cleared_tool_uses"] == 1
-    assert second.model_extra["ropewalk"]["tokens"]["spliced"] > 200
 
 
 def test_the_quickstart_of_the_readme_runs(cluster: LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
