@@ -24,6 +24,9 @@ REUSE = "reuse"
 """Label of KV that position-independent chunks are part of; any other label is a lineage's."""
 
 
+SCRATCH = "scratch/"
+"""How labels of KV begin that was computed with a scratch in view."""
+
 NOWHERE = sys.maxsize
 """A position behind every prompt."""
 
@@ -104,15 +107,15 @@ class Held:
     """What a lineage has for a prompt: rows at the prompt's positions, and marks that hold there.
 
     `edited_from`: the prompt is the history as it was before this position; None: nowhere else, no edit. `owner` makes
-    the label of a new mark: of whom and from what the KV behind the edit comes. `reuse_from`: from here on, rows behind
-    the edit were computed behind reused chunks.
+    the label of a new mark: of whom and from what the KV behind the edit comes. `moved_marks`: what the lineage's marks
+    behind the edit say that stays true wherever their rows stand: computed behind reused chunks, or behind a scratch.
     """
 
     rows: tuple[Rows, ...]
     marks: tuple[Mark, ...]
     edited_from: int | None
     owner: str
-    reuse_from: int | None = None
+    moved_marks: tuple[Mark, ...] = ()
 
     @property
     def inexact_from(self) -> int:
@@ -128,7 +131,7 @@ class Held:
             tuple(mark for mark in self.marks if mark.start < end),
             self.edited_from,
             self.owner,
-            self.reuse_from,
+            self.moved_marks,
         )
 
 
@@ -138,8 +141,12 @@ def carry(lineage: Lineage, matches: Sequence[Match], owner: str) -> Held:
     The first match counts as the unedited beginning if it is one (from 0 to 0).
     """
     head = matches[0].length if matches and matches[0][:2] == (0, 0) else 0
-    reuse = min((mark.start for mark in lineage.marks if mark.label == REUSE), default=NOWHERE)
-    reuse_from: int | None = None
+    behind = [mark for mark in lineage.marks if mark.start >= head]
+    first_of = (
+        next((mark for mark in behind if mark.label == REUSE), None),
+        next((mark for mark in behind if mark.label.startswith(SCRATCH)), None),
+    )
+    moved_marks: dict[str, Mark] = {}
     moved: list[Rows] = []
     index = 0
     for match in matches:
@@ -151,11 +158,12 @@ def carry(lineage: Lineage, matches: Sequence[Match], owner: str) -> Held:
                 break
             part = rows.part(match.start, end)
             moved.append(replace(part, start=part.start + shift, end=part.end + shift))
-        if reuse_from is None and reuse >= head and end > reuse:
-            reuse_from = max(reuse, match.start) + shift
+        for mark in first_of:
+            if mark is not None and end > mark.start:
+                moved_marks.setdefault(mark.label, Mark(max(mark.start, match.start) + shift, mark.label))
     marks = tuple(mark for mark in lineage.marks if mark.start < head)
     is_edited = len(matches) > (1 if head else 0)
-    return Held(tuple(moved), marks, head if is_edited else None, owner, reuse_from)
+    return Held(tuple(moved), marks, head if is_edited else None, owner, tuple(sorted(moved_marks.values())))
 
 
 def label_of(owner: str, before: Iterable[Mark], rows: Iterable[Rows]) -> str:

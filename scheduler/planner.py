@@ -385,8 +385,8 @@ def _marks(held: Held, runs: Sequence[Sequence[Segment]]) -> list[Mark]:
     if moved:
         rows = [Rows(s.start, s.end, s.chunk, s.offset, s.start - s.turn) for s in moved]
         marks.append(Mark(moved[0].start, label_of(held.owner, marks, rows)))
-        if held.reuse_from is not None and held.reuse_from < moved[-1].end:
-            marks.append(Mark(max(held.reuse_from, moved[0].start), REUSE))
+        first = moved[0].start
+        marks += [Mark(max(start, first), label) for start, label in held.moved_marks if start < moved[-1].end]
     return marks
 
 

@@ -45,6 +45,7 @@ def references(
     `target`.
     """
     reused = {position for start, end in runs for position in range(start, end)}
+    assert all(tails) or len(target) - 1 not in reused, "the last token must be one that is computed"
     own = [position for position in range(len(target)) if position not in reused]
     num_source = len(source) if reused else 0
     positions = torch.tensor(

@@ -16,7 +16,7 @@ from ropewalk.cluster.cli import UserError
 from ropewalk.cluster.models import RECALL_MLA
 
 LENGTHS = {RECALL_MLA: (2048, 6144)}
-DEFAULT_LENGTHS = (2048,)
+DEFAULT_LENGTHS = (512, 2048)
 """Tokens behind an edit, by model: the recall model's cost little."""
 PARTS = ("faithfulness", "exactness", "chained", "policies", "load", "edits", "deep")
 

@@ -48,6 +48,11 @@ class StaleTask:
         return [*self.header, *self.stale, *self.newer, *self.question]
 
     @property
+    def before(self) -> list[int]:
+        """What the session has held before the cut: the question comes behind it."""
+        return [*self.header, *self.stale, *self.newer, self.question[0]]
+
+    @property
     def cut(self) -> list[int]:
         return [*self.header, *self.note, *self.newer, *self.question]
 
@@ -114,10 +119,11 @@ def policy_table(ours: Engine, tasks: StaleTasks, rng: random.Random, num_tasks:
         batch = [tasks.make(rng) for _ in range(min(AT_ONCE, num_tasks - begin))]
         names = [f"policy-{next(_names)}" for _ in batch]
         whole, cut = [task.whole for task in batch], [task.cut for task in batch]
+        _ask(ours, [task.before for task in batch], names, "spliced", "amortize")
         answers = {
-            "keep all": _ask(ours, whole, names, "spliced", "amortize"),
-            "amortize": _ask(ours, cut, names, "spliced", "amortize"),
+            "keep all": _ask(ours, whole, names, "whole", None),
             "forget": _ask(ours, cut, names, "computed", "forget"),
+            "amortize": _ask(ours, cut, names, "spliced", "amortize"),
         }
         for number, task in enumerate(batch):
             said = {policy: answers[policy][number] for policy in answers}
@@ -140,7 +146,7 @@ def policy_table(ours: Engine, tasks: StaleTasks, rng: random.Random, num_tasks:
 
 
 def _ask(
-    ours: Engine, prompts: Sequence[list[int]], sessions: Sequence[str], tenant: str, edits: Edits
+    ours: Engine, prompts: Sequence[list[int]], sessions: Sequence[str], tenant: str, edits: Edits | None
 ) -> list[Answer]:
     return ours.gather(
         [

@@ -17,7 +17,7 @@ import random
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ class Counts:
 
     `seconds`: for the documents of a length; no further one is begun that would not be done by then. Prompts with
     chained edits; sessions that edit nothing; tasks with stale output; how many times longer the prompts are that are
-    edited at every turn.
+    edited at every turn. Behind more than `asked_to` tokens nothing is asked: only the first token is timed.
     """
 
     faithfulness: int
@@ -91,11 +91,12 @@ class Counts:
     append_only: int
     policies: int
     scale: int
+    asked_to: float = math.inf
 
 
 QUICK = {
     True: Counts(102, 100, 4, 10, 5, 25, chained=10, append_only=6, policies=100, scale=2),
-    False: Counts(102, 0, 2, 4, 3, 12, chained=5, append_only=3, policies=48, scale=1),
+    False: Counts(102, 0, 2, 8, 3, 25, chained=5, append_only=3, policies=48, scale=1, asked_to=512),
 }
 FULL = {
     True: Counts(540, 200, 20, 20, 15, math.inf, chained=50, append_only=30, policies=400, scale=4),
@@ -208,6 +209,7 @@ class Study:
                     for answer in answers
                 )
                 assert taken == again, "what is asked behind it makes no difference"
+                assert all(answer.report and answer.report.tokens["spliced"] for answer in answers), "nothing spliced"
                 assert all(part.turn == case.delta for part in taken), "not all of it comes from the source"
                 runs = [(part.start, part.end) for part in taken]
                 found.spliced.append(sum(end - start for start, end in runs) / len(case.edit.behind))
@@ -224,7 +226,10 @@ class Study:
     def _case(self, number: int) -> Case:
         delta = DELTAS[number % len(DELTAS)]
         edit, (kept, lost) = self._edit_by(delta, is_empty=number % 3 == 0 and delta < 0)
-        questions = (self.rng.choice(kept), self.rng.choice(lost or kept))
+        other = self.rng.choice(lost or kept)
+        if not lost:  # another prompt than the first one, even if it asks for the same
+            other = replace(other, tokens=(*self.task.filler(self.rng, 8), *other.tokens))
+        questions = (self.rng.choice(kept), other)
         return Case(delta, edit, questions, tuple(self.task.filler(self.rng, 8)), bool(lost))
 
     def _spliced_together(self, cases: Sequence[Case]) -> list[tuple[Answer, Answer]]:
@@ -274,6 +279,9 @@ class Study:
             targets = [[*case.edit.target, *case.questions[0].tokens] for case in cases]
             exact = self.ours.ask_together(targets, tenant="faithful", **options)
             forget = self._forgotten_together(cases, options)
+            for case, answer in zip(cases, forget, strict=True):
+                assert answer.report is not None
+                assert answer.report.tokens["computed"] >= len(case.edit.behind), "found, not computed"
             self.plain.forget_prefixes()
             cold, warm = (self.plain.ask_together(targets, **options) for _ in range(2))
             for right, again, one, other in zip(cold, warm, exact, forget, strict=True):
@@ -286,7 +294,7 @@ class Study:
 
     def _forgotten_together(self, cases: Sequence[Case], options: dict[str, Any]) -> list[Answer]:
         """Ask each case's source, then have S forgotten by a directive."""
-        sessions = [self._session(tenant="faithful", edits=None) for _ in cases]
+        sessions = [self._session(tenant="forgetful", edits=None) for _ in cases]
         prompts = [[*case.edit.source, *case.questions[0].tokens] for case in cases]
         work = list(zip(cases, prompts, sessions, strict=True))
         self.ours.gather([self.ours.ask_async(prompt, max_tokens=1, **session) for _, prompt, session in work])
@@ -312,6 +320,8 @@ class Study:
                 for stub in steps:
                     tokens = [*edit.header, *stub, *edit.behind, *question.tokens]
                     answer = self.ours.ask(tokens, max_tokens=1, ignore_eos=True, logprobs=True, **session)
+                assert answer.report is not None
+                assert answer.report.tokens["spliced"], "nothing spliced"
                 answers.append(answer)
             many, once = answers
             assert many.logprobs is not None
@@ -325,20 +335,23 @@ class Study:
         arms = {name: Tally() for name in ("prefill", *ARMS)}
         start = time.perf_counter()
         num_questions = counts.questions if length <= LONG else max(counts.questions // 3, 2)
-        for done in range(counts.documents):
+        num_documents = 0
+        for done in range(counts.documents if length <= counts.asked_to else 0):
             spent = time.perf_counter() - start
             if done and spent * (done + 1) / done > counts.seconds:
                 break
             (body,) = self.task.sections(self.rng, [length])
             edit, _ = self._edit(body.tokens, REMOVED, STUB)
+            held_out = self.task.held_out(self.rng, num_questions // 2)
             asked = [question for question in body.questions if question.answer]
-            held_out = [question for question in body.questions if question.continuation]
-            chosen = [self.rng.choice(asked) for _ in range(num_questions // (2 if held_out else 1))]
-            self._ask_all(arms, edit, chosen + held_out * (num_questions - len(chosen)))
+            chosen = [self.rng.choice(asked) for _ in range(num_questions - len(held_out))]
+            self._ask_all(arms, edit, [*chosen, *held_out])
+            num_documents += 1
         timed = self._time(length, counts.rounds if length <= LONG else max(counts.rounds // 2, 2))
         summaries = {name: tally.summary() for name, tally in arms.items()}
         return {
             "length": length,
+            "documents": num_documents,
             "ttft_ratio": float(np.median(timed["prefill_s"]) / np.median(timed["splice_s"])),
             "recall_prefill": summaries["prefill"]["recall"]["share"],
             "recall_splice": summaries["splice"]["recall"]["share"],

@@ -76,6 +76,7 @@ def _print_policies(console: Console, model: str, found: Mapping[str, Any]) -> N
     for policy, entry in found["solved"].items():
         table.add_row(policy, str(found["tasks"]), share_text(entry))
     console.print(table)
+    console.print(f"{found['spliced']} of {found['tasks']} were spliced by amortize.")
     says = ", ".join(f"as {policy} in {times}" for policy, times in found["amortize_as"].items())
     console.print(f"Where keep all and forget differ ({found['differ']} tasks), amortize does {says}.\n")
 
@@ -93,10 +94,17 @@ def _print_load(
             table.add_row(label, arm, f"{entry['hit_rate']:.0%}", *(f"{1e3 * seconds:.0f} ms" for seconds in times))
     console.print(table)
     gains = ", ".join(f"{100 * (r['ropewalk']['hit_rate'] - r['plain']['hit_rate']):+.0f}" for r in rows)
-    console.print(f"Points of hit rate gained: {gains}; prompts of {rows[0]['plain']['mean_prompt']:.0f} tokens.\n")
+    spliced = ", ".join(f"{row['ropewalk']['spliced']:.0%}" for row in rows)
+    console.print(
+        f"Points of hit rate gained: {gains}; of all tokens, spliced: {spliced}. Prompts of "
+        f"{rows[0]['plain']['mean_prompt']:.0f} tokens.\n"
+    )
+    if not append_only["hit_rate_plain"]:
+        console.print("Plain vLLM has no prefix cache for this model on this machine.\n")
     ratio = append_only["ratio_of_pairs"]
     console.print(
-        f"{model}: sessions without edits, hit rate {append_only['hit_rate']:.0%}: a turn takes {ratio['median']:.3f} "
+        f"{model}: sessions without edits, hit rate {append_only['hit_rate']:.0%} (plain vLLM "
+        f"{append_only['hit_rate_plain']:.0%}): a turn takes {ratio['median']:.3f} "
         f"({ratio['q1']:.3f}-{ratio['q3']:.3f}) times as long as with plain vLLM\n"
     )
 

@@ -62,6 +62,9 @@ class Task(Protocol):
     def filler(self, rng: random.Random, num_tokens: int) -> list[int]:
         """Text without anything to ask for."""
 
+    def held_out(self, rng: random.Random, count: int) -> list[Question]:
+        """Texts whose probability is measured; none for a model that knows no language."""
+
 
 class RecallTask:
     """Facts `KEY is V1 V2 .` of the embedded recall model."""
@@ -96,6 +99,9 @@ class RecallTask:
     def filler(self, rng: random.Random, num_tokens: int) -> list[int]:
         return [rng.choice(vocabulary().fillers) for _ in range(num_tokens)]
 
+    def held_out(self, rng: random.Random, count: int) -> list[Question]:
+        return []
+
 
 class TextTask:
     """Prose from word problems, with access codes in it, for a model of which only the tokenizer is known."""
@@ -113,6 +119,11 @@ class TextTask:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids."""
+        text: str = self._tokenizer.decode(token_ids)
+        return text
+
     def header(self, rng: random.Random, num_tokens: int) -> list[int]:
         start = self.encode(f"Request {rng.randrange(10**8)}. Notes from the search:")
         return [*start, *self._prose(rng, num_tokens)][:num_tokens]
@@ -124,6 +135,10 @@ class TextTask:
 
     def filler(self, rng: random.Random, num_tokens: int) -> list[int]:
         return self._prose(rng, num_tokens)
+
+    def held_out(self, rng: random.Random, count: int) -> list[Question]:
+        texts = (self._prose(rng, 8 + CONTINUATION) for _ in range(count))
+        return [Question(tuple(text[:8]), continuation=tuple(text[8:])) for text in texts]
 
     def worked_examples(self, rng: random.Random, count: int) -> list[int]:
         """Solved problems, as examples before another one."""
@@ -144,12 +159,12 @@ class TextTask:
 
     def first_number(self, token_ids: Sequence[int]) -> str | None:
         """The first number in a text, or None."""
-        match = re.search(r"-?\d[\d,]*(\.\d+)?", self._tokenizer.decode(token_ids))
+        match = re.search(r"-?\d[\d,]*(\.\d+)?", self.decode(token_ids))
         return match[0].replace(",", "") if match else None
 
     def final_number(self, token_ids: Sequence[int]) -> str | None:
         """The number behind `####` in an answer, or None."""
-        match = re.search(r"####\s*(-?[\d,.]*\d)", self._tokenizer.decode(token_ids))
+        match = re.search(r"####\s*(-?[\d,.]*\d)", self.decode(token_ids))
         return match[1] if match else None
 
     def _section(self, rng: random.Random, num_tokens: int, names: list[str]) -> Section:
@@ -194,6 +209,9 @@ class RandomTask:
 
     def filler(self, rng: random.Random, num_tokens: int) -> list[int]:
         return [rng.randrange(3, VOCABULARY) for _ in range(num_tokens)]
+
+    def held_out(self, rng: random.Random, count: int) -> list[Question]:
+        return []
 
 
 def task_of(model: str) -> Task:

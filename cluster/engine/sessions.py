@@ -15,16 +15,14 @@ import numpy as np
 
 from ropewalk.agents.directives import SINK, Directive, DirectiveError, DirectiveSet, Mode, Span
 from ropewalk.agents.history import Branch, History, tree
-from ropewalk.agents.lineage import Held, Lineage, Mark, Match, Rows, carry
+from ropewalk.agents.lineage import SCRATCH, Held, Lineage, Mark, Match, Rows, carry
 from ropewalk.cluster.engine.request import RequestSettings
 from ropewalk.cluster.engine.saves import pieces_of
+from ropewalk.cluster.store.node_store import Traces
 from ropewalk.cluster.store.sessions import SessionFiles
 from ropewalk.kernels.gear import ChunkSizes, chunk_limits
-from ropewalk.kernels.keys import Tokens, as_tokens, content_key
+from ropewalk.kernels.keys import Tokens, as_tokens, content_key, root_key
 from ropewalk.scheduler.planner import ChunkIndex, Plan, Scratch
-
-SCRATCH = "scratch"
-"""How labels of KV begin that was computed with a scratch in view."""
 
 
 @dataclass(slots=True)
@@ -71,16 +69,24 @@ class Sessions:
         """Return the history that a session used last. Raises `KeyError` when it is not known."""
         return self.history(tenant, session).branches[0].lineage.tokens
 
-    def contents(self, tenant: str, session: str, start: int) -> frozenset[str]:
-        """Return the content keys of what all branches are cut into from position `start` on."""
-        out = set()
+    def traces(self, tenant: str, session: str, start: int) -> Traces:
+        """Return by what chunks are known that hold what all branches have from position `start` on, as far as that can
+        be told without them: by how the text is cut, and by what their left neighbours are called.
+        """
+        contents, places = set(), set()
         for branch in self.history(tenant, session).branches:
-            tokens = branch.lineage.tokens
+            tokens, rows = branch.lineage.tokens, branch.lineage.rows
             limits = chunk_limits(tokens, self._chunks)
-            edges = sorted({0, *limits, *(edge for rows in branch.lineage.rows for edge in (rows.start, rows.end))})
-            out |= {content_key(tenant, tokens[a:b]) for a, b in pairwise(edges) if b > start}
-            out |= {content_key(tenant, tokens[a:b]) for a, b in pairwise([0, *limits]) if b > start and a < b}
-        return frozenset(out)
+            edges = sorted({0, *limits, *(edge for row in rows for edge in (row.start, row.end))})
+            for a, b in (*pairwise(edges), *pairwise([0, *limits])):
+                if a < b and b > start:
+                    contents.add(content_key(tenant, tokens[a:b]))
+            parent = root_key(tenant)
+            for row in rows:
+                if row.end > start and row.offset == 0:
+                    places.add((parent, int(tokens[row.start])))
+                parent = row.chunk
+        return Traces(frozenset(contents), frozenset(places))
 
     def describe(self, tenant: str, session: str) -> dict[str, Any] | None:
         """Return what a session holds, JSON-able; None when it is not known."""
@@ -206,7 +212,8 @@ class Sessions:
         lineage = Lineage(tokens, self._rows(tokens, settings.tenant, plan), plan.marks)
         if turn.scratch is not None:
             lineage = without_scratch(lineage, turn.scratch)
-            sent = without(sent, settings.scratch) if sent is not None else None
+        if settings.scratch and sent is not None:
+            sent = without(sent, settings.scratch)
         branch = Branch(lineage, sent, time.time())
 
         def change(history: History) -> None:
@@ -273,7 +280,7 @@ def _scratch(spans: Sequence[Span], *, keeps_rest: bool) -> Scratch | None:
     if not spans:
         return None
     # Rows behind an attention sink that is gone are no splice, as with directives.
-    return Scratch(tuple(spans), f"{SCRATCH}/{uuid.uuid4().hex}", keeps_rest and spans[0].start >= SINK)
+    return Scratch(tuple(spans), f"{SCRATCH}{uuid.uuid4().hex}", keeps_rest and spans[0].start >= SINK)
 
 
 def _merged(spans: Iterable[Span]) -> list[Span]:

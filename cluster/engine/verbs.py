@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ropewalk.agents.directives import DirectiveError, Span
-from ropewalk.agents.lineage import NOWHERE, Rows
-from ropewalk.cluster.engine.sessions import SCRATCH, Sessions
+from ropewalk.agents.lineage import NOWHERE, SCRATCH, Rows
+from ropewalk.cluster.engine.sessions import Sessions
 from ropewalk.cluster.store.chunk import ChunkCorrupt, ChunkHeader
 from ropewalk.cluster.store.node_store import NodeStore, Traces
 from ropewalk.kernels.keys import HEAD_LENGTH, Domain, chain_key, lineage_key
@@ -74,9 +74,11 @@ class Verbs:
         return {"shared_chunks": count}
 
     def traces(self, session: str, span: Span) -> Traces:
-        """Return by what chunks are known that hold a span or were computed behind it, of all branches."""
+        """Return by what chunks are known that hold a span or were computed behind it, of all branches.
+
+        The span may reach further than this node's history does: another's may be longer.
+        """
         history = self._sessions.history(self._store.tenant, session)
-        _check(span, len(history.branches[0].lineage.tokens))
         doomed = {
             rows.chunk: self._store.by_chain(rows.chunk)
             for branch in history.branches
@@ -84,8 +86,12 @@ class Verbs:
             if rows.end > span.start
         }
         found = Traces.of(header for header in doomed.values() if header is not None)
-        # What is gone from this node may be on another one, cut in the same places.
-        return found | Traces(self._sessions.contents(self._store.tenant, session, span.start), frozenset())
+        # What is gone from this node may be on another one.
+        return found | self._sessions.traces(self._store.tenant, session, span.start)
+
+    def check(self, session: str, span: Span) -> None:
+        """Raise `DirectiveError` unless a span is one of the history that the session used last."""
+        _check(span, len(self._sessions.tokens(self._store.tenant, session)))
 
     def _headers(self, session: str, span: Span | None, before: int = NOWHERE) -> Iterator[ChunkHeader]:
         lineage = self._sessions.history(self._store.tenant, session).branches[0].lineage

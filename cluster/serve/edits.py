@@ -157,7 +157,13 @@ class RequestEditor:
                 "messages and tool calls are those of a chat; give spans of tokens", f"{FIELD}.directives"
             )
         if spans or scratch:
+            by_tokens = f"{FIELD}.directives" if spans else f"{FIELD}.scratch"
+            has_token_spans = spans or any(isinstance(span, TokenSpan) for span in scratch)
             try:
+                if has_token_spans and messages is not None and request.messages != messages:
+                    raise RequestRefused("spans of tokens are not known where messages are edited, too", by_tokens)
+                if spans and scratch:
+                    raise RequestRefused("directives on tokens and scratch cannot be mixed in a request", by_tokens)
                 settings = await self._with_spans(
                     request, settings, [self.directive(one) for one in spans], scratch, messages
                 )

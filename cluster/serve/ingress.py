@@ -39,6 +39,7 @@ from ropewalk.cluster.serve.edits import TokenSpan
 from ropewalk.cluster.serve.reasons import reasons_of
 from ropewalk.cluster.serve.server import SessionCall, unknown_session
 from ropewalk.cluster.serve.settings import RequestRefused
+from ropewalk.cluster.store.node_store import Traces
 from ropewalk.scheduler.actor import SchedulerClient
 from ropewalk.scheduler.state import EMPTY_SNAPSHOT, SchedulerSettings, graph_payload
 
@@ -234,20 +235,20 @@ class AgentIngress(OpenAiIngress):
         if body.span is None:
             return _error(RequestRefused("purge needs a span", "span").error())
         await _ask_all(replicas, "settle")
-        found = await _ask_all(nodes, "traces", session_id, body.span.start, body.span.end)
-        known = [answer["traces"] for answer in found if "traces" in answer]
-        if not known:
-            refused = next((answer["error"] for answer in found if answer["error"]["code"] != 404), None)
-            return _error(refused or unknown_session(session_id))
+        span = body.span.start, body.span.end
+        found = await _ask_all(nodes, "traces", session_id, *span)
+        errors = [answer["error"] for answer in found if "error" in answer]
+        if len(errors) == len(found):  # no node holds that span
+            return _error(next((error for error in errors if error["code"] != 404), errors[0]))
         # What the session held on one node, other sessions may have computed on another.
-        traces = functools.reduce(operator.or_, known)
-        removed = await _ask_all(nodes, "discard", traces)
+        removed = await _ask_all(nodes, "discard", _union(found))
         emptied = await _ask_all(replicas, "empty_prefix_cache")
         if not all(answer["emptied"] for answer in emptied):
             raise UnreachableError("requests were running all the time, whose blocks are in the prefix cache")
-        # Of what ran meanwhile, something may have been stored from there.
+        # What ran meanwhile may have stored something from there, and a turn of this session something new.
         await _ask_all(replicas, "settle")
-        removed += await _ask_all(nodes, "discard", traces)
+        found += await _ask_all(nodes, "traces", session_id, *span)
+        removed += await _ask_all(nodes, "discard", _union(found))
         await _ask_all(nodes, "delete_session", session_id)
         return JSONResponse({"session": session_id, "purged_chunks": sum(a["purged_chunks"] for a in removed)})
 
@@ -257,7 +258,7 @@ class AgentIngress(OpenAiIngress):
         if self._models[name]["plain"]:
             raise UnknownModelError(name)
         (found,) = (entry for entry in (await self._replicas())["models"] if entry["name"] == name)
-        replicas = [replica for replica in found["replicas"] if replica["state"] != "STOPPING"]
+        replicas = [replica for replica in found["replicas"] if replica["state"] == "RUNNING"]
         return list({replica["node"]: replica for replica in replicas}.values()), replicas
 
     async def _session_call(
@@ -339,6 +340,11 @@ async def _ask_all(replicas: Sequence[dict[str, Any]], method: str, *args: Any) 
     if missing or not replicas:
         raise UnreachableError(", ".join(missing) or "none is running")
     return answers
+
+
+def _union(found: Sequence[dict[str, Any]]) -> Traces:
+    union: Traces = functools.reduce(operator.or_, (answer["traces"] for answer in found if "traces" in answer))
+    return union
 
 
 def _error(error: dict[str, Any]) -> Response:

@@ -196,14 +196,20 @@ class AgentServer(LLMServer):
         return {}
 
     async def traces(self, name: str, start: int, end: int) -> dict[str, Any]:
-        """By what chunks are known that a purge of a span of a session has to remove, as far as this node knows it."""
+        """By what chunks are known that a purge of a span of a session has to remove, as far as this node knows it.
+
+        With an `error` if this node's history has no such span; another node's may have.
+        """
         turns: Turns = self.engine.planned.turns
+        verbs, found = turns.verbs(DEFAULT_TENANT), dict[str, Any]()
         try:
-            return {"traces": await turns.call(turns.verbs(DEFAULT_TENANT).traces, name, Span(start, end))}
+            found["traces"] = await turns.call(verbs.traces, name, Span(start, end))
+            await turns.call(verbs.check, name, Span(start, end))
         except KeyError:
             return {"error": unknown_session(name)}
         except DirectiveError as error:
-            return {"error": RequestRefused(str(error), error.field).error()}
+            found["error"] = RequestRefused(str(error), error.field).error()
+        return found
 
     async def discard(self, traces: Traces) -> dict[str, Any]:
         """Remove from this node what bears the traces of a purge."""

@@ -251,10 +251,12 @@ class NodeStore:
         for folder in self._folders:
             for path in list(folder.files("objects")):
                 try:
-                    found = read_header(path)
-                except (OSError, ChunkCorrupt):
+                    is_doomed = traces.are_of(read_header(path))
+                except ChunkCorrupt:  # it would never be served, but nobody knows what is in it
+                    is_doomed = not path.name.startswith(".")
+                except OSError:
                     continue
-                if traces.are_of(found):
+                if is_doomed:
                     folder.delete(path.name)
                     self._headers.pop(path.name, None)
                     count += 1

@@ -154,10 +154,10 @@ def test_an_edit_before_reused_chunks_does_not_make_them_the_sessions_own():
     """Behind a splice the old mark is gone; where its rows stand now is said, so they stay for who allows it."""
     held = lineage(range(400), [Mark(300, REUSE)])
     found = carry(held, [Match(0, 0, 100), Match(200, 110, 200)], "s")
-    assert (found.marks, found.edited_from, found.reuse_from) == ((), 100, 210)
-    assert carry(held, [Match(0, 0, 100), Match(350, 110, 50)], "s").reuse_from == 110
-    assert carry(held, [Match(0, 0, 100), Match(110, 105, 60)], "s").reuse_from is None
-    assert carry(held, [Match(0, 0, 350)], "s").reuse_from is None, "the mark itself is there"
+    assert (found.marks, found.edited_from, found.moved_marks) == ((), 100, (Mark(210, REUSE),))
+    assert carry(held, [Match(0, 0, 100), Match(350, 110, 50)], "s").moved_marks == (Mark(110, REUSE),)
+    assert carry(held, [Match(0, 0, 100), Match(110, 105, 60)], "s").moved_marks == ()
+    assert carry(held, [Match(0, 0, 350)], "s").moved_marks == (), "the mark itself is there"
 
 
 def test_a_turn_that_began_before_something_was_forgotten_adds_nothing():
@@ -177,3 +177,12 @@ def test_applied_edits_are_found_again_where_the_prompt_has_changed_elsewhere():
     inserted = History([Branch(lineage([*range(60), 9000, *range(60, 200)]), as_tokens(sent))])
     there_already = as_tokens([*range(10), 7000, *range(10, 60), 9000, *range(60, 200)])
     assert inserted.to_apply(there_already) is None
+
+
+def test_what_saw_a_scratch_says_so_wherever_it_is_moved():
+    tokens = as_tokens(range(400))
+    marks = (Mark(300, "scratch/1/dropped"), Mark(320, REUSE))
+    held = Lineage(tokens, (Rows(0, 400, "c", 0, 0),), marks)
+    found = carry(held, [Match(0, 0, 100), Match(150, 110, 250)], "s")
+    assert found.moved_marks == (Mark(260, "scratch/1/dropped"), Mark(280, REUSE))
+    assert found.until(270).moved_marks == found.moved_marks

@@ -301,10 +301,10 @@ def test_what_an_anchor_in_the_carve_out_finds_is_reused_behind_it():
     assert found >= 20
 
 
-def held_of(index, marks, edited_from=None, reuse_from=None):
+def held_of(index, marks, edited_from=None, moved_marks=()):
     """What a lineage has of a prompt all of whose chunks are stored."""
     rows = [Rows(chunk.start, chunk.start + len(chunk), chunk.chain, 0, chunk.start) for chunk in index.chunks.values()]
-    return Held(tuple(sorted(rows, key=lambda row: row.start)), marks, edited_from, "s", reuse_from)
+    return Held(tuple(sorted(rows, key=lambda row: row.start)), marks, edited_from, "s", moved_marks)
 
 
 def stored(tokens, marks):
@@ -331,7 +331,7 @@ def test_marks_behind_what_a_lineage_still_has_are_dropped():
 def test_rows_that_reuse_brought_stay_marked_behind_an_edit():
     tokens = words(1, 600)
     index = stored(tokens, ())
-    held = held_of(index, (), edited_from=100, reuse_from=300)
+    held = held_of(index, (), edited_from=100, moved_marks=(Mark(300, REUSE),))
     plan = make_plan(tokens, TENANT, index, SMALL, reuse=False, held=held)
     assert [mark.label for mark in plan.marks][1:] == [REUSE]
     assert plan.marks[1].start == 300
@@ -369,7 +369,7 @@ def test_scratch_is_computed_and_stored_nowhere():
         assert plan.num_tokens == 600
         assert plan.marks == (Mark(200, "label"),)
         assert Plan.from_params(plan.to_params()) == plan
-        saved = pieces(tokens, TENANT, SMALL.chunks, [*plan.runs, *plan.unsaved], plan.marks)
+        saved = pieces(tokens, TENANT, SMALL.chunks, plan.runs, plan.marks, plan.unsaved)
         covered = {position for piece in saved for position in range(piece.start, piece.end)}
         assert covered == ({*range(200), *range(250, 300), *range(310, 600)} if keeps_rest else {*range(200)})
         assert all((piece.domain is Domain.LINEAGE) == (piece.start >= 200) for piece in saved)
@@ -403,7 +403,7 @@ def test_a_plan_without_the_store_still_stores_no_scratch(keeps_rest):
 
 def test_names_of_what_stands_behind_scratch_say_nothing_of_it():
     def behind(scratch):
-        tokens = as_tokens([*range(100), *scratch, *range(100, 130)])  # too short to be cut
+        tokens = as_tokens([*range(100), *scratch, *range(100, 130)])  # what stands behind is too short to be cut
         return pieces(tokens, TENANT, SMALL.chunks, [], [Mark(100, "label")], [(100, 110)])[-1]
 
     assert behind(range(1000, 1010)) == behind(range(2000, 2010))

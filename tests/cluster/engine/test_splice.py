@@ -237,13 +237,30 @@ def test_scratch_is_attended_to_now_and_neither_stored_nor_found_nor_part_of_the
     assert following.report.fallbacks == []
     assert following.report.tokens["spliced"] >= 120 + 39 - SLACK
     assert {part.turn for part in following.report.plan if part.source == "splice"} == {-60}
-    # Nobody finds it: not as exact KV, not by reuse, not the session itself.
-    for number, asks in enumerate(({"mode": "reuse"}, {}, {"edits": "amortize", "session": session.name})):
+    # Nobody finds it: not by reuse elsewhere, not as exact KV, not the session itself.
+    elsewhere = engine.ask([*text(model, rng, 40), *scratch, *end], mode="reuse", max_tokens=1, keep=False)
+    assert elsewhere.report.tokens["reused"] == 0
+    for number, asks in enumerate(({}, {"mode": "reuse"}, {"edits": "amortize", "session": session.name})):
         # What the one before has computed, as text like any other, is found.
         again = engine.ask([*tokens, *scratch[: 20 * (number + 1)], *end], **{"max_tokens": 1, **asks})
         assert again.num_cached <= 700 + 20 * number
     alone = engine.ask(asked, tenant="never", max_tokens=1, logprobs=True)
     assert divergence(alone.first_logprobs, told.first_logprobs) < 0.02
+
+
+def test_what_saw_a_scratch_is_shared_with_nobody_even_after_an_edit_before_it(case):
+    model, engine = case
+    rng = random.Random(15)
+    tokens, behind, end = prompt(model, rng, 300), text(model, rng, 200), text(model, rng, 20)
+    session = Session(engine, edits="amortize")
+    session.ask(tokens)
+    session.ask([*tokens, *text(model, rng, 60), *behind], scratch=[[300, 360]])
+    answer = session.ask([*edited([*tokens, *behind], (100, 140, text(model, rng, 5))), *end])
+    assert answer.report.tokens["spliced"] >= 160 + 200 - 2 * SLACK
+    verbs = engine.client.turns.verbs("default")
+    engine.run(engine.client.turns.call(verbs.share, session.name, None))
+    asked = engine.ask([*text(model, rng, 50), *behind, *end], mode="reuse", max_tokens=1)
+    assert asked.report.tokens["reused"] == 0
 
 
 @pytest.mark.parametrize("settings", [{}, {"edits": "forget"}, {"edits": "amortize", "mode": "reuse"}])
@@ -264,10 +281,10 @@ def test_scratch_of_an_exact_session_costs_what_follows_it_alone(case, settings)
 def test_a_short_prompt_with_scratch_leaves_nothing(case):
     model, engine = case
     tokens = text(model, random.Random(12), 14)
-    for _ in range(2):
-        answer = engine.ask(tokens, scratch=[[4, 9]], max_tokens=60, ignore_eos=True)
-        assert answer.num_cached == 0
+    answer = engine.ask(tokens, scratch=[[4, 9]], max_tokens=60, ignore_eos=True)
     assert engine.ask([*tokens, *answer.token_ids], max_tokens=1).num_cached == 0
+    answer = engine.ask(tokens, max_tokens=60, ignore_eos=True)
+    assert engine.ask([*tokens, *answer.token_ids], max_tokens=1).num_cached > 30, "without scratch, it is found"
 
 
 def test_scratch_that_is_not_there_is_refused(case):

@@ -147,6 +147,23 @@ def test_another_node_knows_the_chunks_by_what_this_one_remembers(tmp_path):
     assert there.store.contains(there.headers[0].chain)
 
 
+def test_a_purge_that_is_asked_for_again_finds_what_it_would_have_found(place):
+    """The chunks by whose headers it knew them are gone: shorter ones of the same places are not."""
+    traces = place.verbs.traces("s", Span(LENGTH, LENGTH + 10))
+    place.store.discard(traces)
+    shorter = place.put(place.headers[1].tokens[:40], place.headers[1].parent, Domain.EXACT, LENGTH)
+    assert place.store.discard(place.verbs.traces("s", Span(LENGTH, LENGTH + 10))) == 1
+    assert not place.store.contains(shorter.chain)
+
+
+def test_a_damaged_chunk_does_not_outlive_a_purge(place):
+    chain = place.headers[1].chain
+    (place.store.base / "objects" / chain[:2] / chain).write_bytes(b"x" + place.headers[1].tokens.tobytes())
+    place.store.discard(place.verbs.traces("s", Span(LENGTH, LENGTH + 10)))
+    place.sessions.delete(TENANT, "s")
+    assert place.headers[1].tokens[:8].tobytes() not in place.bytes()
+
+
 def test_what_was_computed_with_a_scratch_in_view_is_shared_with_nobody(place):
     def mark(history: History) -> None:
         (branch,) = history.branches
@@ -161,7 +178,7 @@ def test_what_was_computed_with_a_scratch_in_view_is_shared_with_nobody(place):
 @pytest.mark.parametrize("span", [Span(10, 10), Span(-1, 5), Span(0, 4 * LENGTH + 1)])
 def test_a_span_that_is_not_held_is_refused_and_nothing_changes(place, span):
     before = [place.last_use(number) for number in range(4)]
-    for verb in (lambda: place.verbs.pin("s", span, 1), lambda: place.verbs.traces("s", span)):
+    for verb in (lambda: place.verbs.pin("s", span, 1), lambda: place.verbs.check("s", span)):
         with pytest.raises(DirectiveError, match="is no span of the 256 tokens held"):
             verb()
     assert [place.last_use(number) for number in range(4)] == before

@@ -195,3 +195,19 @@ async def test_beam_search_carries_no_edits():
         asked.use_beam_search = True
         with pytest.raises(RequestRefused, match="beam search"):
             await edit(asked)
+
+
+@pytest.mark.parametrize(
+    "field", [{"scratch": [{"start": 40, "end": 60}]}, {"directives": [{"span": {"start": 40, "end": 60}}]}]
+)
+async def test_spans_of_tokens_are_not_taken_for_those_of_edited_messages(field):
+    """The client's are of its own messages; a policy has changed them."""
+    request = request_of(**field)
+    with pytest.raises(RequestRefused, match="where messages are edited"):
+        await edit(request, policies=[Shorten()])
+    assert request.messages == MESSAGES
+
+
+async def test_directives_on_tokens_and_scratch_are_not_mixed():
+    with pytest.raises(RequestRefused, match="cannot be mixed"):
+        await edit(request_of([{"span": {"start": 40, "end": 60}}], scratch=[{"message": 2}]))
