@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import count, dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +212,7 @@ class Study:
                 assert all(answer.report and answer.report.tokens["spliced"] for answer in answers), "nothing spliced"
                 assert all(part.turn == case.delta for part in taken), "not all of it comes from the source"
                 runs = [(part.start, part.end) for part in taken]
+                assert runs[-1][1] <= len(case.edit.target), "what is asked was taken, too"
                 found.spliced.append(sum(end - start for start, end in runs) / len(case.edit.behind))
                 tails = [question.tokens for question in case.questions]
                 truths = references(model, case.source, case.edit.target, tails, runs, case.delta)
@@ -230,7 +231,10 @@ class Study:
         if not lost:  # another prompt than the first one, even if it asks for the same
             other = replace(other, tokens=(*self.task.filler(self.rng, 8), *other.tokens))
         questions = (self.rng.choice(kept), other)
-        return Case(delta, edit, questions, tuple(self.task.filler(self.rng, 8)), bool(lost))
+        # What is asked begins otherwise than what was asked before, or that would count as text behind the edit, too.
+        first = {question.tokens[0] for question in questions}
+        before = tuple(dropwhile(first.__contains__, self.task.filler(self.rng, 16)))
+        return Case(delta, edit, questions, before, bool(lost))
 
     def _spliced_together(self, cases: Sequence[Case]) -> list[tuple[Answer, Answer]]:
         """Ask each case's source, then both its questions behind the target."""
