@@ -181,3 +181,15 @@ def share_text(entry: Mapping[str, Any]) -> str:
 def milliseconds(entry: Mapping[str, Any]) -> str:
     """Median and quartiles."""
     return f"{1e3 * entry['median']:.0f} ms ({1e3 * entry['q1']:.0f}–{1e3 * entry['q3']:.0f})"
+
+
+def print_predictions(report: Mapping[str, Any]) -> None:
+    """Print what `ropewalk bench predict` found."""
+    console = Console()
+    for found in report["sets"]:
+        title = f"{found['name']}: {found['elements']} of {found['sequences']} sessions, {found['different']} different"
+        table = _table(title, "learner", "predictions", "first guess", "first three")
+        for name, arm in found["arms"].items():
+            count = arm["predictions"]
+            table.add_row(name, str(count), f"{arm['top_1'] / count:.1%}", f"{arm['top_3'] / count:.1%}")
+        console.print(table)

@@ -6,14 +6,14 @@ import argparse
 import importlib
 from typing import Any
 
-STUDIES = ("reuse", "roc", "splice")
+STUDIES = ("reuse", "roc", "splice", "predict")
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Register the subcommand with its studies."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "bench",
-        help="measure what reuse and splices save and what they change",
+        help="measure what reuse, splices and learning save and what they change",
         description="Measure on real engines in this process what reuse and splices save and what they change.",
     )
     studies = parser.add_subparsers(dest="study", required=True, metavar="STUDY")
