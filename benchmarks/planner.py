@@ -21,7 +21,8 @@ from ropewalk.cluster.store.chunk import ChunkHeader
 from ropewalk.cluster.store.node_store import NodeStore
 from ropewalk.kernels.gear import ChunkSizes
 from ropewalk.kernels.keys import Tokens, as_tokens, content_key
-from ropewalk.scheduler.planner import PlannerSettings, make_plan, pieces
+from ropewalk.scheduler.plan import pieces
+from ropewalk.scheduler.planner import PlannerSettings, make_plan
 
 TENANT = "bench"
 ARMS = {

@@ -31,7 +31,7 @@ from ropewalk.kernels.gear import ChunkSizes
 from ropewalk.kernels.keys import HEAD_LENGTH, Tokens, as_tokens
 from ropewalk.kernels.rope import RotaryFacts
 from ropewalk.kernels.splice import turned
-from ropewalk.scheduler.planner import Piece, pieces
+from ropewalk.scheduler.plan import Piece, pieces
 
 NUM_FILLERS = 3
 """Texts before the blocks, so that "another context" is not one text."""

@@ -15,6 +15,9 @@ from ropewalk.cluster.bench.reuse import add_models_and_lengths, lengths_for
 from ropewalk.cluster.cli import UserError
 from ropewalk.cluster.models import RECALL_MLA
 
+KEEP = 4
+"""Tool results that stay whole, as in docs/examples/evict_tool_output.py. All but the newest stand behind the edit."""
+
 LENGTHS = {RECALL_MLA: (2048, 6144)}
 DEFAULT_LENGTHS = (512, 2048)
 """Tokens behind an edit, by model: the recall model's cost little."""
@@ -36,6 +39,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     add_models_and_lengths(parser, "of what follows an edit", DEFAULT_LENGTHS)
     parser.add_argument("--skip", nargs="+", default=[], choices=PARTS, help="parts to leave out")
+    parser.add_argument(
+        "--keep",
+        type=int,
+        default=KEEP,
+        metavar="RESULTS",
+        help="tool results that stay whole in sessions that edit at every turn (default: %(default)s)",
+    )
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="some minutes a model on two cores (the default)")
     size.add_argument("--full", action="store_true", help="many more prompts: an hour on two cores")
@@ -48,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the study. Raises `UserError` for what cannot be run."""
     if min(args.lengths or DEFAULT_LENGTHS) < 256:
         raise UserError("--lengths: at least 256 tokens, or there is nothing to splice")
+    if args.keep < 2:
+        raise UserError("--keep: at least 2 results, or nothing stands behind an edit")
     args.pattern_length = 0
     lengths = {model: lengths_for(model, args, LENGTHS.get(model, DEFAULT_LENGTHS)) for model in args.models}
     check_writable("--json", args.json)

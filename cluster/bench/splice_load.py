@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ropewalk.cluster.bench.engine import Engine
+from ropewalk.cluster.bench.splice import KEEP
 from ropewalk.cluster.bench.statistics import spread
 from ropewalk.cluster.bench.tasks import Task
 
@@ -29,9 +30,6 @@ The first two are multiplied where prompts cost little.
 AT_ONCE = (1, 4, 8, 16)
 """Sessions at a time."""
 
-KEEP = 4
-"""Results that stay whole, as in docs/examples/evict_tool_output.py. All but the newest stand behind the edit."""
-
 LONG_SYSTEM, SHORT_TURN = 1280, 24
 """Tokens where nothing is edited: so much is added a turn that more than 90 % of a prompt have been seen before."""
 
@@ -39,14 +37,23 @@ _names = itertools.count()
 
 
 def mechanism(
-    plain: Engine, ours: Engine, task: Task, rng: random.Random, scale: int, at_once: Sequence[int] = AT_ONCE
+    plain: Engine,
+    ours: Engine,
+    task: Task,
+    rng: random.Random,
+    scale: int,
+    at_once: Sequence[int] = AT_ONCE,
+    keep: int = KEEP,
 ) -> list[dict[str, Any]]:
-    """Measure both engines on the same sessions, for each number of sessions at once, edits at every turn."""
+    """Measure both engines on the same sessions, for each number of sessions at once, edits at every turn.
+
+    `keep`: results that stay whole.
+    """
     rows = []
-    warm_up = [_texts(task, rng, scale)]
+    warm_up = [_texts(task, rng, scale, keep)]
     for number, concurrency in enumerate(at_once):
-        texts = [_texts(task, rng, scale) for _ in range(SESSIONS)]
-        row: dict[str, Any] = {"concurrency": concurrency}
+        texts = [_texts(task, rng, scale, keep) for _ in range(SESSIONS)]
+        row: dict[str, Any] = {"concurrency": concurrency, "keep": keep}
         arms: list[tuple[str, Engine, dict[str, Any]]] = [
             ("plain", plain, {}),
             ("ropewalk", ours, {"edits": "amortize"}),
@@ -102,27 +109,29 @@ class Texts:
     results: list[list[int]]
     questions: list[list[int]]
     earlier_answers: list[list[int]]
+    keep: int
 
     def prompt(self, turn: int, answers: Sequence[Sequence[int]]) -> list[int]:
         """The prompt of a turn, counted from 0, after so many answers."""
         tokens = list(self.system)
         said = [*self.earlier_answers, *answers]
-        num_results = KEEP + turn
+        num_results = self.keep + turn
         for number in range(num_results):
-            is_old = number < num_results - KEEP
+            is_old = number < num_results - self.keep
             tokens += self.results[number][:STUB] if is_old else self.results[number]
             tokens += self.questions[number]
             tokens += said[number] if number < num_results - 1 else ()
         return tokens
 
 
-def _texts(task: Task, rng: random.Random, scale: int) -> Texts:
-    count = KEEP + TURNS - 1
+def _texts(task: Task, rng: random.Random, scale: int, keep: int) -> Texts:
+    count = keep + TURNS - 1
     return Texts(
         task.header(rng, scale * SYSTEM),
         [task.filler(rng, scale * RESULT) for _ in range(count)],
         [task.filler(rng, QUESTION) for _ in range(count)],
-        [task.filler(rng, ANSWER) for _ in range(KEEP - 1)],
+        [task.filler(rng, ANSWER) for _ in range(keep - 1)],
+        keep,
     )
 
 

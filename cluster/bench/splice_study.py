@@ -95,8 +95,8 @@ class Counts:
 
 
 QUICK = {
-    True: Counts(102, 100, 4, 10, 5, 25, chained=10, append_only=6, policies=100, scale=2),
-    False: Counts(102, 0, 2, 8, 3, 25, chained=5, append_only=3, policies=48, scale=1, asked_to=512),
+    True: Counts(102, 100, 4, 10, 5, 15, chained=10, append_only=6, policies=100, scale=2),
+    False: Counts(102, 0, 2, 8, 3, 25, chained=5, append_only=3, policies=40, scale=1, asked_to=512),
 }
 FULL = {
     True: Counts(540, 200, 20, 20, 15, math.inf, chained=50, append_only=30, policies=400, scale=4),
@@ -451,7 +451,7 @@ def run_model(model: str, args: argparse.Namespace, lengths: Sequence[int]) -> d
             found["policies"] = policy_table(ours, tasks, study.rng, counts.policies)
         if "load" not in args.skip:
             note(f"{model}: sessions that edit at every turn")
-            found["load"] = mechanism(plain, ours, study.task, study.rng, counts.scale)
+            found["load"] = mechanism(plain, ours, study.task, study.rng, counts.scale, keep=args.keep)
             note(f"{model}: sessions that edit nothing")
             study.is_warm = True
             found["append_only"] = append_only(plain, ours, study.task, study.rng, counts.append_only)
@@ -476,4 +476,4 @@ def run_deep(args: argparse.Namespace) -> dict[str, Any]:
         with engines(model, MIN_RUN, skip_tokenizer_init=True, dtype="bfloat16") as (plain, ours):
             note(f"{DEEP_MLA.name}: faithfulness")
             study = Study(model, plain, ours, args.seed, RandomTask())
-            return {"edits": [], "faithfulness": study.faithfulness(270 if args.full else 36)}
+            return {"edits": [], "faithfulness": study.faithfulness(270 if args.full else 24)}

@@ -1,4 +1,4 @@
-"""`ropewalk bench`: studies on real engines in this process."""
+"""`ropewalk bench`: studies in this process, most of them on real engines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "bench",
         help="measure what reuse, splices and learning save and what they change",
-        description="Measure on real engines in this process what reuse and splices save and what they change.",
+        description="Measure, in this process, what reuse, splices and learning save and what they change.",
     )
     studies = parser.add_subparsers(dest="study", required=True, metavar="STUDY")
     for name in STUDIES:

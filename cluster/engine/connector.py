@@ -38,7 +38,7 @@ from ropewalk.cluster.engine.settings import settings_of
 from ropewalk.cluster.engine.stores import OpenStores, Place
 from ropewalk.kernels.keys import as_tokens
 from ropewalk.kernels.rope import RotaryFacts
-from ropewalk.scheduler.planner import Plan
+from ropewalk.scheduler.plan import Plan
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext

@@ -37,7 +37,8 @@ from ropewalk.cluster.store.chunk import ChunkCorrupt
 from ropewalk.cluster.store.node_store import NodeStore, Traces
 from ropewalk.cluster.store.scan import BackgroundScan
 from ropewalk.kernels.keys import Tokens, as_tokens
-from ropewalk.scheduler.planner import Plan, empty_plan, make_plan
+from ropewalk.scheduler.plan import Plan, empty_plan
+from ropewalk.scheduler.planner import make_plan
 
 logger = logging.getLogger(__name__)
 

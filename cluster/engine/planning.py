@@ -11,7 +11,8 @@ from ropewalk.cluster.engine.request import RequestReport, RequestSettings
 from ropewalk.cluster.engine.sessions import Sessions, Turn
 from ropewalk.cluster.store.node_store import NodeStore
 from ropewalk.scheduler.costs import LEAST_RUN, StageCost
-from ropewalk.scheduler.planner import Plan, PlannerSettings, empty_plan, make_plan
+from ropewalk.scheduler.plan import Plan, empty_plan
+from ropewalk.scheduler.planner import PlannerSettings, make_plan
 
 logger = logging.getLogger(__name__)
 

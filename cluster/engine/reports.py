@@ -9,7 +9,7 @@ from vllm.outputs import RequestOutput
 
 from ropewalk.agents.lineage import REUSE
 from ropewalk.cluster.engine.request import RequestReport, RequestSettings, describe
-from ropewalk.scheduler.planner import Plan
+from ropewalk.scheduler.plan import Plan
 
 MAX_REPORTS = 4096
 """Reports kept for requests whose HTTP side never asks for them."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import xxhash
 
 from ropewalk.kernels.keys import Tokens, as_tokens
-from ropewalk.scheduler.planner import Plan
+from ropewalk.scheduler.plan import Plan
 
 PARAMS_KEY = "ropewalk"
 """The one name that Ropewalk uses inside vLLM's `kv_transfer_params`."""

@@ -21,7 +21,7 @@ from ropewalk.cluster.engine.stores import OpenStores, Place
 from ropewalk.cluster.store.chunk import ChunkHeader
 from ropewalk.kernels.gear import ChunkSizes
 from ropewalk.kernels.keys import HEAD_LENGTH, Domain, Tokens, content_key
-from ropewalk.scheduler.planner import Piece, Plan, pieces
+from ropewalk.scheduler.plan import Piece, Plan, pieces
 
 HELD_SHARE = 0.25
 """Of vLLM's blocks, at most so many are held for finished requests that wait to be saved. One request may always wait,

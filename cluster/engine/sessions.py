@@ -22,7 +22,8 @@ from ropewalk.cluster.store.node_store import Traces
 from ropewalk.cluster.store.sessions import SessionFiles
 from ropewalk.kernels.gear import ChunkSizes, chunk_limits
 from ropewalk.kernels.keys import Tokens, as_tokens, content_key, root_key
-from ropewalk.scheduler.planner import ChunkIndex, Plan, Scratch
+from ropewalk.scheduler.plan import Plan, Scratch
+from ropewalk.scheduler.planner import ChunkIndex
 
 
 @dataclass(slots=True)

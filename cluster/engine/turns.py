@@ -20,7 +20,7 @@ from ropewalk.cluster.store.node_store import NodeStore
 from ropewalk.cluster.store.sessions import SessionFiles
 from ropewalk.kernels.gear import ChunkSizes
 from ropewalk.kernels.keys import Tokens
-from ropewalk.scheduler.planner import Plan
+from ropewalk.scheduler.plan import Plan
 
 logger = logging.getLogger(__name__)
 

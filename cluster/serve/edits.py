@@ -10,7 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -24,6 +24,8 @@ from ropewalk.cluster.serve.settings import FIELD, RequestRefused, refusal
 from ropewalk.kernels.keys import Tokens, as_tokens, common_prefix
 
 logger = logging.getLogger("ray.serve")
+
+T = TypeVar("T")
 
 CONTEXT_FIELD = "context_management"
 
@@ -61,7 +63,7 @@ class ToolCallSpan(_Part):
 
 
 AnySpan = TokenSpan | MessageSpan | MessagesSpan | ToolCallSpan
-_SCRATCH: TypeAdapter[AnySpan] = TypeAdapter(AnySpan)
+_SPAN: TypeAdapter[AnySpan] = TypeAdapter(AnySpan)
 
 
 class DirectiveField(_Part):
@@ -70,6 +72,9 @@ class DirectiveField(_Part):
     span: AnySpan
     replacement: str | list[TokenId] = ""
     mode: Mode = Mode.AMORTIZE
+
+
+_DIRECTIVE = TypeAdapter(DirectiveField)
 
 
 class _Amount(_Part):
@@ -302,27 +307,23 @@ class RequestEditor:
 
 def read_directives(extra: Mapping[str, Any]) -> list[DirectiveField]:
     """Read `ropewalk.directives`. Raises `RequestRefused` naming what is wrong."""
-    field = extra.get(FIELD)
-    values = field.get("directives") if isinstance(field, Mapping) else None
-    out = []
-    for number, value in enumerate(values or ()):
-        try:
-            out.append(DirectiveField.model_validate(value))
-        except ValidationError as error:
-            raise refusal(error, f"{FIELD}.directives[{number}]") from None
-    return out
+    return _read(extra, "directives", _DIRECTIVE)
 
 
 def read_scratch(extra: Mapping[str, Any]) -> list[AnySpan]:
     """Read `ropewalk.scratch`. Raises `RequestRefused` naming what is wrong."""
+    return _read(extra, "scratch", _SPAN)
+
+
+def _read(extra: Mapping[str, Any], name: str, kind: TypeAdapter[T]) -> list[T]:
     field = extra.get(FIELD)
-    values = field.get("scratch") if isinstance(field, Mapping) else None
+    values = field.get(name) if isinstance(field, Mapping) else None
     out = []
     for number, value in enumerate(values or ()):
         try:
-            out.append(_SCRATCH.validate_python(value))
+            out.append(kind.validate_python(value))
         except ValidationError as error:
-            raise refusal(error, f"{FIELD}.scratch[{number}]") from None
+            raise refusal(error, f"{FIELD}.{name}[{number}]") from None
     return out
 
 

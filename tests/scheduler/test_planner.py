@@ -17,7 +17,8 @@ from ropewalk.kernels.keys import (
     content_key,
     head_key,
 )
-from ropewalk.scheduler.planner import MAX_RUNS, Plan, PlannerSettings, Scratch, empty_plan, make_plan, pieces
+from ropewalk.scheduler.plan import Plan, Scratch, empty_plan, pieces
+from ropewalk.scheduler.planner import MAX_RUNS, PlannerSettings, make_plan
 
 TENANT = "t"
 SMALL = PlannerSettings(ChunkSizes(mean=48, minimum=32, maximum=96), carve_out=32, min_run=40)

@@ -144,7 +144,10 @@ def test_edits_are_spliced_and_what_follows_them_is_recalled(study):
     assert found["arms"]["naive"]["recovered_share"]["mean"] > 0.9
 
 
-@pytest.mark.parametrize("arguments", [["--lengths", "10"], ["--models", "./no-such-model"], ["--lengths", "900000"]])
+WRONG = [["--lengths", "10"], ["--keep", "1"], ["--models", "./no-such-model"], ["--lengths", "900000"]]
+
+
+@pytest.mark.parametrize("arguments", WRONG)
 def test_wrong_arguments_are_refused_in_one_line(arguments, capsys):
     assert main(["bench", "splice", *arguments]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1

@@ -17,7 +17,8 @@ from ropewalk.cluster.engine.settings import EngineSettings, kv_transfer_config
 from ropewalk.cluster.store.chunk import ChunkHeader
 from ropewalk.cluster.store.node_store import NodeStore
 from ropewalk.kernels.keys import Domain, as_tokens, content_key
-from ropewalk.scheduler.planner import Plan, make_plan, pieces
+from ropewalk.scheduler.plan import Plan, pieces
+from ropewalk.scheduler.planner import make_plan
 
 from .test_facts import vllm_config
 

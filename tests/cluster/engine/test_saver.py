@@ -23,7 +23,7 @@ from ropewalk.cluster.engine.stores import OpenStores
 from ropewalk.cluster.store.node_store import NodeStore
 from ropewalk.kernels.gear import ChunkSizes
 from ropewalk.kernels.keys import Tokens, as_tokens
-from ropewalk.scheduler.planner import Plan
+from ropewalk.scheduler.plan import Plan
 
 PLACE = ("model", "t")
 

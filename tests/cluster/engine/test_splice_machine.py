@@ -25,7 +25,8 @@ from ropewalk.cluster.store.chunk import ChunkHeader
 from ropewalk.cluster.store.sessions import SessionFiles
 from ropewalk.kernels.gear import ChunkSizes, anchors
 from ropewalk.kernels.keys import HEAD_LENGTH, Domain, as_tokens, content_key, head_key
-from ropewalk.scheduler.planner import Plan, PlannerSettings, make_plan
+from ropewalk.scheduler.plan import Plan
+from ropewalk.scheduler.planner import PlannerSettings, make_plan
 
 SIZES = ChunkSizes(mean=48, minimum=32, maximum=96)
 TENANTS = ("one", "two")

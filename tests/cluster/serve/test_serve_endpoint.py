@@ -63,12 +63,6 @@ def cluster() -> Iterator[LocalCluster]:
 
 
 @pytest.fixture
-def client(cluster: LocalCluster) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=cluster.endpoint, api_key="none", max_retries=0, timeout=120) as made:
-        yield made
-
-
-@pytest.fixture
 def http(cluster: LocalCluster) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=cluster.endpoint.removesuffix("/v1"), timeout=120) as made:
         yield made

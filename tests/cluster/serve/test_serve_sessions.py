@@ -54,12 +54,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
             yield running
 
 
-@pytest.fixture
-def client(cluster: LocalCluster) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=cluster.endpoint, api_key="none", max_retries=0, timeout=120) as made:
-        yield made
-
-
 def agent_turns(seed: int, num_uses: int) -> list[Any]:
     """A conversation of a tool-calling agent, with long results that nobody else has."""
     messages: list[Any] = [
