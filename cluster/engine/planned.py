@@ -137,8 +137,14 @@ class PlannedEngine:
 
     async def discard(self, tenant: str, traces: Traces) -> int:
         """Remove from this node what bears the traces of a purge; return the number of chunks."""
-        others = (self._open_store(tenant, rank) for rank in range(1, self._num_ranks))
-        return await self.turns.call(lambda: sum(store.discard(traces) for store in (self._store(tenant), *others)))
+
+        def purge() -> int:
+            names = self.turns.verbs(tenant).purge(traces)
+            for rank in range(1, self._num_ranks):
+                self._open_store(tenant, rank).remove(names)
+            return len(names)
+
+        return await self.turns.call(purge)
 
     async def empty_prefix_cache(self) -> bool:
         """Empty vLLM's own prefix cache; False when requests were running all the time, whose blocks it keeps."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -70,9 +70,14 @@ class Sessions:
         """Return the history that a session used last. Raises `KeyError` when it is not known."""
         return self.history(tenant, session).branches[0].lineage.tokens
 
-    def traces(self, tenant: str, session: str, start: int) -> Traces:
-        """Return by what chunks are known that hold what all branches have from position `start` on, as far as that can
-        be told without them: by how the text is cut, and by what their left neighbours are called.
+    def histories(self, tenant: str) -> Iterator[History]:
+        """Yield what all sessions of a tenant hold, not to be mutated. Reads all their files."""
+        files = self._files(tenant)
+        return (files.get(name) for name in files.names())
+
+    def traces(self, tenant: str, session: str, span: Span) -> Traces:
+        """Return by what chunks of a span are known in all branches, as far as that can be told without them: by how
+        the text is cut, and by what their left neighbours are called.
         """
         contents, places = set(), set()
         for branch in self.history(tenant, session).branches:
@@ -80,14 +85,14 @@ class Sessions:
             limits = chunk_limits(tokens, self._chunks)
             edges = sorted({0, *limits, *(edge for row in rows for edge in (row.start, row.end))})
             for a, b in (*pairwise(edges), *pairwise([0, *limits])):
-                if a < b and b > start:
+                if a < b and span.start < b and a < span.end:
                     contents.add(content_key(tenant, tokens[a:b]))
             parent = root_key(tenant)
             for row in rows:
-                if row.end > start and row.offset == 0:
+                if span.start < row.end and row.start < span.end and row.offset == 0:
                     places.add((parent, int(tokens[row.start])))
                 parent = row.chunk
-        return Traces(frozenset(contents), frozenset(places))
+        return Traces(frozenset(), frozenset(contents), frozenset(places))
 
     def describe(self, tenant: str, session: str) -> dict[str, Any] | None:
         """Return what a session holds, JSON-able; None when it is not known."""

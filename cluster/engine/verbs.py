@@ -12,6 +12,7 @@ from typing import Any
 
 from ropewalk.agents.directives import DirectiveError, Span
 from ropewalk.agents.lineage import NOWHERE, SCRATCH, Rows
+from ropewalk.cluster.engine.purge import doomed
 from ropewalk.cluster.engine.sessions import Sessions
 from ropewalk.cluster.store.chunk import ChunkCorrupt, ChunkHeader
 from ropewalk.cluster.store.node_store import NodeStore, Traces
@@ -65,10 +66,14 @@ class Verbs:
                 _, rows = self._store.read(header.chain)
             except (OSError, ChunkCorrupt):
                 continue
-            parent = lineage_key(header.parent, SHARED)
-            chain = chain_key(parent, header.tokens, Domain.REUSE)
             offered = ChunkHeader(
-                chain, parent, header.content, header.tenant, Domain.REUSE, header.start, header.tokens
+                _shared_name(header),
+                lineage_key(header.parent, SHARED),
+                header.content,
+                header.tenant,
+                Domain.REUSE,
+                header.start,
+                header.tokens,
             )
             count += self._store.put(offered, rows)
         return {"shared_chunks": count}
@@ -79,15 +84,23 @@ class Verbs:
         The span may reach further than this node's history does: another's may be longer.
         """
         history = self._sessions.history(self._store.tenant, session)
-        doomed = {
-            rows.chunk: self._store.by_chain(rows.chunk)
-            for branch in history.branches
-            for rows in branch.lineage.rows
-            if rows.end > span.start
-        }
-        found = Traces.of(header for header in doomed.values() if header is not None)
-        # What is gone from this node may be on another one.
-        return found | self._sessions.traces(self._store.tenant, session, span.start)
+        rows = [rows for branch in history.branches for rows in branch.lineage.rows if rows.end > span.start]
+        names = {row.chunk for row in rows}
+        for header in map(self._store.by_chain, list(names)):
+            if header is not None:
+                names.add(_shared_name(header))
+        holding = [self._store.by_chain(row.chunk) for row in rows if row.start < span.end]
+        found = [header for header in holding if header is not None]
+        return Traces(
+            frozenset(names),
+            frozenset(header.content for header in found),
+            frozenset((header.parent, int(header.tokens[0])) for header in found),
+        ) | self._sessions.traces(self._store.tenant, session, span)  # what is gone from here may be on another node
+
+    def purge(self, traces: Traces) -> set[str]:
+        """Remove from this node what bears traces of a purge, and all that was computed behind it; return the names."""
+        names = doomed(self._store.headers(), self._sessions.histories(self._store.tenant), traces)
+        return {name for name in names if self._store.remove([name])}
 
     def check(self, session: str, span: Span) -> None:
         """Raise `DirectiveError` unless a span is one of the history that the session used last."""
@@ -103,6 +116,10 @@ class Verbs:
             header = self._store.by_chain(chunk)
             if header is not None:
                 yield header
+
+
+def _shared_name(header: ChunkHeader) -> str:
+    return chain_key(lineage_key(header.parent, SHARED), header.tokens, Domain.REUSE)
 
 
 def _check(span: Span, num_tokens: int) -> None:

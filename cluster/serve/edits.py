@@ -13,7 +13,7 @@ from itertools import groupby, pairwise
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError
 
 from ropewalk.agents.directives import Directive, DirectiveError, DirectiveSet, Mode, Span
 from ropewalk.agents.message_edits import MessageEdit, edit_messages, result_of
@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 CONTEXT_FIELD = "context_management"
 
-Count = Annotated[int, Field(ge=0)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Count = Annotated[int, Field(ge=0, strict=True)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 
 
 class _Part(BaseModel):
@@ -62,7 +62,27 @@ class ToolCallSpan(_Part):
     tool_call_id: str
 
 
-AnySpan = TokenSpan | MessageSpan | MessagesSpan | ToolCallSpan
+_FORMS = {"start": "TokenSpan", "end": "TokenSpan", "message": "MessageSpan", "messages": "MessagesSpan"}
+
+
+def _form(value: Any) -> str | None:
+    """Return which kind of span a value is meant to be, by the fields that it has."""
+    if not isinstance(value, Mapping):
+        return type(value).__name__
+    return next((_FORMS[name] for name in value if name in _FORMS), "ToolCallSpan" if "tool_call_id" in value else None)
+
+
+AnySpan = Annotated[
+    Annotated[TokenSpan, Tag("TokenSpan")]
+    | Annotated[MessageSpan, Tag("MessageSpan")]
+    | Annotated[MessagesSpan, Tag("MessagesSpan")]
+    | Annotated[ToolCallSpan, Tag("ToolCallSpan")],
+    Discriminator(
+        _form,
+        custom_error_type="span_form",
+        custom_error_message="A span has the fields 'start' and 'end', or 'message', or 'messages', or 'tool_call_id'",
+    ),
+]
 _SPAN: TypeAdapter[AnySpan] = TypeAdapter(AnySpan)
 
 
@@ -236,7 +256,9 @@ class RequestEditor:
         # Messages that repeat, or a template that looks at all of them, may have misled the comparison.
         is_sound = all(a[1] <= b[0] for a, b in pairwise(out))
         if not is_sound or not np.array_equal(without(whole, out), await rendered(chosen)):
-            raise RequestRefused("these messages cannot be told from the others; give spans of tokens", where)
+            raise RequestRefused(
+                "the chat template renders the other messages otherwise without these; give spans of tokens", where
+            )
         return out
 
     def directive(self, one: DirectiveField) -> Directive:

@@ -38,7 +38,6 @@ from ropewalk.cluster.serve import metrics
 from ropewalk.cluster.serve.edits import TokenSpan
 from ropewalk.cluster.serve.reasons import reasons_of
 from ropewalk.cluster.serve.server import SessionCall, unknown_session
-from ropewalk.cluster.serve.settings import RequestRefused
 from ropewalk.cluster.store.node_store import Traces
 from ropewalk.scheduler.actor import SchedulerClient
 from ropewalk.scheduler.state import EMPTY_SNAPSHOT, SchedulerSettings, graph_payload
@@ -232,11 +231,9 @@ class AgentIngress(OpenAiIngress):
         The session goes last: what fails before can be asked for again.
         """
         nodes, replicas = await self._nodes_and_replicas(body.model)
-        if body.span is None:
-            return _error(RequestRefused("purge needs a span", "span").error())
         await _ask_all(replicas, "settle")
-        span = body.span.start, body.span.end
-        found = await _ask_all(nodes, "traces", session_id, *span)
+        span = (body.span.start, body.span.end) if body.span is not None else None
+        found = await _ask_all(nodes, "traces", session_id, span)
         errors = [answer["error"] for answer in found if "error" in answer]
         if len(errors) == len(found):  # no node holds that span
             return _error(next((error for error in errors if error["code"] != 404), errors[0]))
@@ -244,10 +241,10 @@ class AgentIngress(OpenAiIngress):
         removed = await _ask_all(nodes, "discard", _union(found))
         emptied = await _ask_all(replicas, "empty_prefix_cache")
         if not all(answer["emptied"] for answer in emptied):
-            raise UnreachableError("requests were running all the time, whose blocks are in the prefix cache")
+            raise UnreachableError("the store is purged, but requests run whose blocks are in the prefix cache")
         # What ran meanwhile may have stored something from there, and a turn of this session something new.
         await _ask_all(replicas, "settle")
-        found += await _ask_all(nodes, "traces", session_id, *span)
+        found += await _ask_all(nodes, "traces", session_id, span)
         removed += await _ask_all(nodes, "discard", _union(found))
         await _ask_all(nodes, "delete_session", session_id)
         return JSONResponse({"session": session_id, "purged_chunks": sum(a["purged_chunks"] for a in removed)})

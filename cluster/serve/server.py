@@ -16,6 +16,7 @@ from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest, Tokeni
 from vllm.exceptions import VLLMClientError
 
 from ropewalk.agents.directives import DirectiveError, Span
+from ropewalk.agents.lineage import NOWHERE
 from ropewalk.agents.policies import load_policy
 from ropewalk.cluster.engine.request import PARAMS_KEY, Edits, Mode, RequestReport, RequestSettings
 from ropewalk.cluster.engine.settings import EngineSettings
@@ -195,16 +196,18 @@ class AgentServer(LLMServer):
         await self.engine.planned.settle()
         return {}
 
-    async def traces(self, name: str, start: int, end: int) -> dict[str, Any]:
+    async def traces(self, name: str, span: tuple[int, int] | None) -> dict[str, Any]:
         """By what chunks are known that a purge of a span of a session has to remove, as far as this node knows it.
+        None: of the whole history.
 
         With an `error` if this node's history has no such span; another node's may have.
         """
         turns: Turns = self.engine.planned.turns
         verbs, found = turns.verbs(DEFAULT_TENANT), dict[str, Any]()
         try:
-            found["traces"] = await turns.call(verbs.traces, name, Span(start, end))
-            await turns.call(verbs.check, name, Span(start, end))
+            found["traces"] = await turns.call(verbs.traces, name, Span(*(span or (0, NOWHERE))))
+            if span is not None:
+                await turns.call(verbs.check, name, Span(*span))
         except KeyError:
             return {"error": unknown_session(name)}
         except DirectiveError as error:

@@ -26,7 +26,7 @@ import os
 import shutil
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,25 +64,24 @@ class DiskTier:
 
 @dataclass(frozen=True, slots=True)
 class Traces:
-    """By what chunks of a text are known on any node: its content keys, wherever it stands, and its places (parent and
-    first token), where shorter and longer chunks begin as well.
+    """By what the chunks of a purge are known, on any node: `names` of those of the session itself; of the text that
+    goes, `contents` (keys), and `places` (parent and first token), where shorter and longer chunks begin as well.
     """
 
-    contents: frozenset[str]
-    places: frozenset[tuple[str, int]]
-
-    @classmethod
-    def of(cls, headers: Iterable[ChunkHeader]) -> Traces:
-        """Return the traces of these chunks."""
-        headers = list(headers)
-        return cls(frozenset(h.content for h in headers), frozenset((h.parent, int(h.tokens[0])) for h in headers))
+    names: frozenset[str] = frozenset()
+    contents: frozenset[str] = frozenset()
+    places: frozenset[tuple[str, int]] = frozenset()
 
     def __or__(self, other: Traces) -> Traces:
-        return Traces(self.contents | other.contents, self.places | other.places)
+        return Traces(self.names | other.names, self.contents | other.contents, self.places | other.places)
 
     def are_of(self, header: ChunkHeader) -> bool:
         """Tell whether a chunk bears one of them."""
-        return header.content in self.contents or (header.parent, int(header.tokens[0])) in self.places
+        return (
+            header.chain in self.names
+            or header.content in self.contents
+            or (header.parent, int(header.tokens[0])) in self.places
+        )
 
 
 class NodeStore:
@@ -241,25 +240,32 @@ class NodeStore:
                 total += stat.st_size if stat.st_mtime > now + 1 else 0
         return total
 
-    def discard(self, traces: Traces) -> int:
-        """Remove from every tier the chunks that bear `traces`. Quarantine goes as a whole, since nobody knows what is
-        in it.
+    def headers(self) -> dict[str, ChunkHeader | None]:
+        """Read the headers of all of this tenant's chunks, by name; None for one that cannot be made out."""
+        found: dict[str, ChunkHeader | None] = {}
+        for folder in self._folders:
+            for path in folder.files("objects"):
+                if path.name.startswith("."):
+                    continue
+                try:
+                    found[path.name] = read_header(path)
+                except ChunkCorrupt:
+                    found.setdefault(path.name, None)
+                except OSError:
+                    continue
+        return found
 
-        Returns how many were removed. Reads the headers of all of this tenant's chunks.
+    def remove(self, names: Collection[str]) -> int:
+        """Remove chunks from every tier. Quarantine goes as a whole, since nobody knows what is in it.
+
+        Returns how many files of chunks were removed.
         """
         count = 0
         for folder in self._folders:
-            for path in list(folder.files("objects")):
-                try:
-                    is_doomed = traces.are_of(read_header(path))
-                except ChunkCorrupt:  # it would never be served, but nobody knows what is in it
-                    is_doomed = not path.name.startswith(".")
-                except OSError:
-                    continue
-                if is_doomed:
-                    folder.delete(path.name)
-                    self._headers.pop(path.name, None)
-                    count += 1
+            for name in names:
+                count += os.path.exists(folder.path(name))
+                folder.delete(name)
+                self._headers.pop(name, None)
             with contextlib.suppress(OSError):
                 shutil.rmtree(folder.base / "quarantine")
         return count

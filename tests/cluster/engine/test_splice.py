@@ -1,12 +1,15 @@
 """Splices on real engines: an edited history is served from the session's rows, turned, and from nobody else's."""
 
+import asyncio
 import random
 from itertools import count
 
 import pytest
 
+from ropewalk.agents.directives import Span
 from ropewalk.cluster.bench.engine import Engine
 from ropewalk.cluster.bench.statistics import divergence
+from ropewalk.cluster.engine.request import PARAMS_KEY, RequestSettings
 from ropewalk.kernels.keys import as_tokens
 from ropewalk.workloads.recall.vocabulary import vocabulary
 
@@ -285,6 +288,94 @@ def test_a_short_prompt_with_scratch_leaves_nothing(case):
     assert engine.ask([*tokens, *answer.token_ids], max_tokens=1).num_cached == 0
     answer = engine.ask(tokens, max_tokens=60, ignore_eos=True)
     assert engine.ask([*tokens, *answer.token_ids], max_tokens=1).num_cached > 30, "without scratch, it is found"
+
+
+def in_files(engine: Engine, tokens: list[int]) -> bool:
+    """Whether any file of the store holds these token ids in a row."""
+    engine.settle()
+    files = [path for path in engine.store_root.rglob("*") if path.is_file()]
+    return any(as_tokens(tokens).tobytes() in path.read_bytes() for path in files)
+
+
+def test_scratch_is_not_stored_either_where_plans_are_made_without_the_store(case, monkeypatch):
+    model, engine = case
+    rng = random.Random(16)
+    tokens, scratch, behind = (text(model, rng, length) for length in (200, 60, 100))
+
+    def unreadable(*args, **kwargs):
+        raise OSError("the file system is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ropewalk.cluster.engine.planning.make_plan", unreadable)
+        asked = [*tokens, *scratch, *behind]
+        answer = engine.ask(asked, scratch=[[200, 260]], max_tokens=4)
+        assert answer.report.fallbacks == ["store_unreadable"]
+        assert in_files(engine, tokens[100:120]), "what stands before it is stored"
+        assert not in_files(engine, scratch[5:25])
+        again = engine.ask(asked, max_tokens=1)
+        assert again.num_cached <= 200, "nor is it in the prefix cache"
+    assert in_files(engine, scratch[5:25]), "asked without scratch, it is stored"
+
+
+def test_scratch_of_a_request_without_a_plan_leaves_nothing(case):
+    from vllm import SamplingParams
+    from vllm.inputs import tokens_input
+
+    model, engine = case
+    tokens = text(model, random.Random(17), 150)
+
+    async def ask(**settings) -> int:
+        """Every prompt token's probability is wanted: such a request gets no plan."""
+        params = SamplingParams(max_tokens=1, prompt_logprobs=1, detokenize=False)
+        asked = RequestSettings(**settings)
+        params.extra_args = {"kv_transfer_params": {PARAMS_KEY: asked.to_params()}}
+        async for output in engine.client.generate(tokens_input(tokens), params, asked.key):
+            last = output
+        (report,) = engine.client.pop_reports(asked.key)
+        assert report.fallbacks == ["needs_every_prompt_token"]
+        return last.num_cached_tokens
+
+    engine.run(ask(scratch=[[60, 120]]))
+    assert not in_files(engine, tokens[70:90])
+    assert engine.ask(tokens, max_tokens=1, keep=True).num_cached == 0
+
+
+@pytest.mark.parametrize("mode", ["exact", "reuse"])
+def test_a_purge_reaches_what_another_session_computed_behind_the_text(case, mode):
+    model, engine = case
+    rng = random.Random(f"{mode} 19")
+    tokens, behind, end = prompt(model, rng, 300), text(model, rng, 200), text(model, rng, 20)
+    one, other = Session(engine, mode=mode), Session(engine, mode=mode)
+    one.ask(tokens)
+    other.ask([*tokens, *behind])
+    elsewhere = [*text(model, rng, 60), *behind, *end]
+    assert engine.ask(elsewhere, mode="reuse", max_tokens=1, keep=False).report.tokens["reused"] > 100 or (
+        model == "recall-mla" and not engine.client.status()["batched"]  # there such a request may not reuse
+    )
+    verbs = engine.client.turns.verbs("default")
+    traces = engine.run(engine.client.turns.call(verbs.traces, one.name, Span(100, 150)))
+    assert engine.run(engine.client.discard("default", traces)) >= 2
+    assert engine.run(engine.client.empty_prefix_cache())
+    assert engine.ask(elsewhere, mode="reuse", max_tokens=1).report.tokens["reused"] == 0
+    assert engine.ask([*tokens, *behind], tenant="default", max_tokens=1).num_cached <= 100
+
+
+def test_the_prefix_cache_is_emptied_once_nothing_runs(case, monkeypatch):
+    model, engine = case
+    tokens = text(model, random.Random(18), 300)
+
+    async def beside_a_running_request(seconds: float) -> bool:
+        monkeypatch.setattr("ropewalk.cluster.engine.planned.EMPTYING_S", seconds)
+        running = asyncio.create_task(engine.ask_async(tokens, max_tokens=60, ignore_eos=True))
+        while not engine.client._num_running:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.02)  # it holds blocks by then
+        is_empty = await engine.client.empty_prefix_cache()
+        assert len((await running).token_ids) == 60, "nothing becomes of what runs"
+        return is_empty
+
+    assert engine.run(beside_a_running_request(20.0))
+    assert not engine.run(beside_a_running_request(0.0))
 
 
 def test_scratch_that_is_not_there_is_refused(case):

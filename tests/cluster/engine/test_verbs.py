@@ -55,6 +55,10 @@ class Place:
         self.headers.append(header)
         return header
 
+    def purge(self) -> set[str]:
+        """Purge the second chunk of the session, as far as this node goes."""
+        return self.verbs.purge(self.verbs.traces("s", Span(LENGTH, LENGTH + 10)))
+
     def last_use(self, number: int) -> float:
         chain = self.headers[number].chain
         return os.stat(self.store.base / "objects" / chain[:2] / chain).st_mtime
@@ -122,7 +126,7 @@ def test_what_is_purged_leaves_no_byte_in_any_tier(place):
     needle = removed.tokens[:8].tobytes()
     assert place.bytes().count(needle) >= 5
     kept = place.headers[0].tokens[:8].tobytes()
-    assert place.store.discard(place.verbs.traces("s", Span(LENGTH, LENGTH + 10))) >= 5
+    assert len(place.purge()) >= 5
     place.sessions.delete(TENANT, "s")
     everything = place.bytes()
     assert needle not in everything
@@ -142,24 +146,55 @@ def test_another_node_knows_the_chunks_by_what_this_one_remembers(tmp_path):
         path.unlink()
     assert here.store.usage().num_chunks == 0
     traces = here.verbs.traces("s", Span(LENGTH, LENGTH + 10))
-    assert there.store.discard(traces) == 4, "of the same text and behind it"
+    assert there.verbs.purge(traces) == {header.chain for header in there.headers[1:]}, (
+        "the text, and what is behind it"
+    )
     assert not there.store.contains(copy.chain)
     assert there.store.contains(there.headers[0].chain)
 
 
+def test_what_others_computed_behind_the_text_goes_and_what_they_computed_elsewhere_stays(place):
+    """A request without a session went on from the text; another session did so too, across a splice and with a text
+    that it reused."""
+    text = place.headers[1]
+    further = place.put(words(10), text.chain, Domain.EXACT, 2 * LENGTH)
+    last = place.put(words(11), further.chain, Domain.EXACT, 3 * LENGTH)
+    reused = place.put(words(12), "elsewhere", Domain.EXACT, 500)
+    behind_reuse = place.put(words(13), "a neighbour that is not stored", Domain.REUSE, 3 * LENGTH)
+    before = place.put(words(14), root_key(TENANT), Domain.EXACT, 0)
+    rows = (
+        Rows(0, LENGTH, before.chain, 0, 0),
+        Rows(LENGTH, 2 * LENGTH, text.chain, 0, LENGTH),
+        Rows(2 * LENGTH, 3 * LENGTH, reused.chain, 0, 500),
+        Rows(3 * LENGTH, 4 * LENGTH, behind_reuse.chain, 0, 3 * LENGTH),
+    )
+    tokens = as_tokens(np.concatenate([words(n) for n in (14, 1, 12, 13)]))
+    place.files.update("other", lambda history: history.add(Branch(Lineage(tokens, rows), None, time.time())))
+    own = {header.chain for header in place.headers[1:4]}
+    assert place.purge() == {*own, further.chain, last.chain, behind_reuse.chain}
+    assert place.store.contains(reused.chain)
+    assert place.store.contains(before.chain)
+
+
+def test_a_copy_that_was_shared_goes_with_its_original(place):
+    place.verbs.share("s", None)
+    assert place.store.by_content(place.headers[2].content)
+    place.purge()
+    assert not place.store.by_content(place.headers[2].content)
+
+
 def test_a_purge_that_is_asked_for_again_finds_what_it_would_have_found(place):
     """The chunks by whose headers it knew them are gone: shorter ones of the same places are not."""
-    traces = place.verbs.traces("s", Span(LENGTH, LENGTH + 10))
-    place.store.discard(traces)
+    place.purge()
     shorter = place.put(place.headers[1].tokens[:40], place.headers[1].parent, Domain.EXACT, LENGTH)
-    assert place.store.discard(place.verbs.traces("s", Span(LENGTH, LENGTH + 10))) == 1
+    assert place.purge() == {shorter.chain}
     assert not place.store.contains(shorter.chain)
 
 
 def test_a_damaged_chunk_does_not_outlive_a_purge(place):
     chain = place.headers[1].chain
     (place.store.base / "objects" / chain[:2] / chain).write_bytes(b"x" + place.headers[1].tokens.tobytes())
-    place.store.discard(place.verbs.traces("s", Span(LENGTH, LENGTH + 10)))
+    place.purge()
     place.sessions.delete(TENANT, "s")
     assert place.headers[1].tokens[:8].tobytes() not in place.bytes()
 

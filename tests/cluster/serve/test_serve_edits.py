@@ -176,6 +176,8 @@ async def test_spans_of_tokens_are_scratch_as_they_are():
         (request_of(scratch=[{"message": 1}, {"messages": [2, 2]}]), "ropewalk.scratch[1]"),
         (request_of(scratch=[{"tool_call_id": "x"}]), "ropewalk.scratch[0]"),
         (request_of(scratch=[{"message": -1}]), "ropewalk.scratch[0].message"),
+        (request_of(scratch=[{"message": "2"}]), "ropewalk.scratch[0].message"),
+        (request_of(scratch=[{"message": 2, "replacement": "x"}]), "ropewalk.scratch[0].replacement"),
         (request_of(scratch=[{"messages": [0, 4]}]), "ropewalk.scratch"),
         (request_of(scratch=[{"message": 1}, {"start": 1, "end": 2}]), "ropewalk.scratch"),
         (request_of([{"span": {"messages": [1, 3]}}], scratch=[{"message": 1}]), "ropewalk.scratch"),
@@ -211,3 +213,10 @@ async def test_spans_of_tokens_are_not_taken_for_those_of_edited_messages(field)
 async def test_directives_on_tokens_and_scratch_are_not_mixed():
     with pytest.raises(RequestRefused, match="cannot be mixed"):
         await edit(request_of([{"span": {"start": 40, "end": 60}}], scratch=[{"message": 2}]))
+
+
+@pytest.mark.parametrize("span", [{"mesage": 2}, {"span": {"message": 2}}, 7, {}])
+async def test_a_span_of_no_kind_is_told_which_kinds_there_are(span):
+    for request in (request_of(scratch=[span]), request_of([{"span": span}])):
+        with pytest.raises(RequestRefused, match="'message', or 'messages', or 'tool_call_id'"):
+            await edit(request)

@@ -38,7 +38,7 @@ class Cluster:
         self.calls.append((method, actor, args))
         usual = {
             "settle": {},
-            "traces": {"traces": Traces(frozenset({actor}), frozenset())},
+            "traces": {"traces": Traces(frozenset({actor}))},
             "discard": {"purged_chunks": 1},
             "empty_prefix_cache": {"emptied": True},
             "delete_session": {"deleted": True},
@@ -68,7 +68,7 @@ async def test_every_replica_is_settled_and_emptied_and_every_node_purged_before
     last = [method for method, _, _ in cluster.calls][-4:]
     assert last == ["discard", "discard", "delete_session", "delete_session"], "and once more what came meanwhile"
     (traces,) = next(args for method, _, args in cluster.calls if method == "discard")
-    assert len(traces.contents) == 2, "each node removes what any of them knows"
+    assert len(traces.names) == 2, "each node removes what any of them knows"
 
 
 @pytest.mark.parametrize(
@@ -88,15 +88,15 @@ async def test_a_purge_that_fails_somewhere_leaves_the_session_to_be_asked_for_a
 
 
 async def test_a_node_with_a_shorter_history_does_its_part(cluster):
-    cluster.answers["traces", "b-1"] = {"traces": Traces(frozenset({"short"}), frozenset()), "error": SHORT}
+    cluster.answers["traces", "b-1"] = {"traces": Traces(frozenset({"short"})), "error": SHORT}
     assert (await cluster.purge()).status_code == 200
     (traces,) = next(args for method, _, args in cluster.calls if method == "discard")
-    assert "short" in traces.contents
+    assert "short" in traces.names
 
 
 async def test_a_span_that_no_node_holds_is_refused_and_nothing_removed(cluster):
     for actor in ("a-1", "a-2"):
-        cluster.answers["traces", actor] = {"traces": Traces(frozenset(), frozenset()), "error": SHORT}
+        cluster.answers["traces", actor] = {"traces": Traces(), "error": SHORT}
     cluster.answers["traces", "b-1"] = {"error": unknown_session("s")}
     assert (await cluster.purge()).status_code == 400
     assert cluster.of("discard") == []
@@ -109,3 +109,9 @@ async def test_without_a_replica_nothing_is_purged(cluster):
     cluster.ingress._replicas = none
     with pytest.raises(UnreachableError, match="none is running"):
         await cluster.purge()
+
+
+async def test_without_a_span_the_whole_history_is_purged(cluster):
+    answer = await cluster.ingress.purge("s", VerbBody(), SimpleNamespace())
+    assert answer.status_code == 200
+    assert {args for method, _, args in cluster.calls if method == "traces"} == {("s", None)}

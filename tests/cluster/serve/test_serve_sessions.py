@@ -163,7 +163,6 @@ def test_a_history_is_pinned_aged_shared_and_purged(cluster: Any, client: openai
     )
     refused = httpx.post(f"{url}/pin", json={"span": {"start": 5, "end": held + 1}})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "span")
-    assert httpx.post(f"{url}/purge", json={}).json()["error"]["param"] == "span"
     span = {"span": {"start": 100, "end": 200}}
     assert httpx.post(f"{url}/purge", json={"span": {"start": 5, "end": held + 1}}).json()["error"]["param"] == "span"
     purged = httpx.post(f"{url}/purge", json=span).json()
