@@ -22,6 +22,9 @@ from ropewalk.cluster.models import resolve
 
 BLOCK_SIZE = 32
 TIMEOUT_S = 600
+
+MAX_HOLD_S = 10.0
+"""Patience with saves: on a machine that stalls for seconds, a study would else miss what it has just asked."""
 FORCING = "ropewalk.cluster.bench.forcing:Forcing"
 
 
@@ -78,7 +81,7 @@ class Engine:
         self.store_root, self.disk_root = store_root, disk_root
         if forcing:
             engine_args["logits_processors"] = [FORCING]
-        tiers = {"store_root": store_root, "store_budget_bytes": 1 << 30}
+        tiers = {"store_root": store_root, "store_budget_bytes": 1 << 30, "max_hold_s": MAX_HOLD_S}
         if disk_root is not None:
             tiers |= {"disk_root": disk_root, "disk_budget_bytes": 1 << 30}
         self.run(self._start(model, tiers | (settings or {}), engine_args))

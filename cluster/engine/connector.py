@@ -386,7 +386,7 @@ class RopewalkConnector(KVConnectorBase_V1):
                 self._not_saved.add(save.request_id)
                 continue
             if self._saver is None:
-                self._saver = Saver(self._layout, self._open_stores())
+                self._saver = Saver(self._layout, self._open_stores(), self._settings.max_hold_s)
             self._saver.submit(save)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:

@@ -13,8 +13,9 @@ from ropewalk.cluster.store.node_store import NodeStore
 from ropewalk.kernels.gear import ChunkSizes, chunk_limits
 from ropewalk.kernels.keys import HEAD_LENGTH, Tokens, head_key
 
-GIVEN_UP_S = 3.0
-"""Seconds after which a save is taken to be lost: dropped by the engine, refused by the store, or evicted again."""
+GRACE_S = 1.0
+"""Seconds beyond those that blocks are held for, after which a save is taken to be lost: dropped by the engine, refused
+by the store, or evicted again."""
 
 MAX_PENDING = 256
 """Saves remembered. Of more, the oldest are forgotten: they are stored by then, or nobody asks for them."""
@@ -26,15 +27,20 @@ POLL_S, MAX_POLL_S = 0.001, 0.008
 class _Pending(NamedTuple):
     store: NodeStore
     chain: str
+    content: str
     heads: Set[str]
     chains: Set[str]
     deadline: float
 
 
 class PendingSaves:
-    """Saves of finished requests that are not known to be stored yet, oldest first."""
+    """Saves of finished requests that are not known to be stored yet, oldest first.
 
-    def __init__(self) -> None:
+    `max_hold_s` is how many seconds the engine holds blocks for a save.
+    """
+
+    def __init__(self, max_hold_s: float) -> None:
+        self._given_up_s = max_hold_s + GRACE_S
         self._pending: deque[_Pending] = deque(maxlen=MAX_PENDING)
 
     def __len__(self) -> int:
@@ -43,21 +49,26 @@ class PendingSaves:
         return len(self._pending)
 
     def add(self, store: NodeStore, saving: dict[str, Any]) -> None:
-        """Remember what the engine returned with an answer: the chunk that is stored last, all, and their heads."""
+        """Remember what the engine returned with an answer: the chunk that is stored last with its content (empty:
+        nothing lists it), all chunks, and their heads.
+        """
         len(self)  # forget what is stored
         self._pending.append(
             _Pending(
                 store,
                 saving["chain"],
+                saving["content"],
                 frozenset(saving["heads"]),
                 frozenset(saving["chains"]),
-                time.monotonic() + GIVEN_UP_S,
+                time.monotonic() + self._given_up_s,
             )
         )
 
-    async def wait(self, seconds: float = GIVEN_UP_S, heads: Set[str] | None = None) -> None:
-        """Wait, at most so long, until what begins with one of `heads` is stored (None: everything)."""
-        until = time.monotonic() + seconds
+    async def wait(self, seconds: float | None = None, heads: Set[str] | None = None) -> None:
+        """Wait, at most so long (None: until it is given up), until what begins with one of `heads` is stored (None:
+        everything).
+        """
+        until = time.monotonic() + (self._given_up_s if seconds is None else seconds)
         for pending in list(self._pending):  # not for what is answered meanwhile
             if heads is None or not heads.isdisjoint(pending.heads):
                 while not self._is_over(pending) and time.monotonic() < until:  # noqa: ASYNC110
@@ -75,7 +86,11 @@ class PendingSaves:
         return bool(missing and len(self)) and any(not missing.isdisjoint(pending.chains) for pending in self._pending)
 
     def _is_over(self, pending: _Pending) -> bool:
-        return pending.store.contains(pending.chain) or time.monotonic() > pending.deadline
+        if time.monotonic() > pending.deadline:
+            return True
+        if not pending.content:
+            return pending.store.contains(pending.chain)
+        return pending.store.is_listed(pending.chain, pending.content)
 
 
 def heads_of(tokens: Tokens, tenant: str, sizes: ChunkSizes) -> set[str]:

@@ -71,7 +71,9 @@ class PlannedEngine:
         self._stores = OpenStores(settings, self._budget, self._disk, rank=0)
         self._reports = Reports()
         self.turns = Turns(self._store, planner.chunks)
-        self._planning = Planning(planner, self._block_size, self._store, self.turns.sessions, settings.min_run)
+        self._planning = Planning(
+            planner, self._block_size, self._store, self.turns.sessions, settings.min_run, settings.max_hold_s
+        )
         self._num_running = 0
         self._num_started = 0
         self._preparing = asyncio.Lock()

@@ -40,9 +40,10 @@ class Planning:
         store: Callable[[str], NodeStore],
         sessions: Sessions,
         fixed_run: int | None,
+        max_hold_s: float,
     ) -> None:
         self.settings = settings
-        self.pending = PendingSaves()
+        self.pending = PendingSaves(max_hold_s)
         self._block_size = block_size
         self._store = store
         self._sessions = sessions

@@ -24,9 +24,6 @@ from ropewalk.cluster.store.node_store import NodeStore
 
 logger = logging.getLogger(__name__)
 
-MAX_HOLD_S = 2.0
-"""Seconds that a request's blocks are held to be saved. A store that hangs costs saves, not the engine's cache."""
-
 MAX_WAITING = 1024
 """Saves that wait for the thread, released ones included: those of a store that hangs must not pile up."""
 
@@ -53,10 +50,11 @@ class _Job:
 class Saver:
     """One thread that saves in the order of `submit`. `stores` are for that thread alone.
 
-    All methods are for the engine's thread. The thread starts with the first save.
+    All methods are for the engine's thread. The thread starts with the first save. Blocks are held for `max_hold_s`
+    seconds at most: a store that hangs costs saves, not the engine's cache.
     """
 
-    def __init__(self, layout: KvLayout, stores: OpenStores, max_hold_s: float = MAX_HOLD_S) -> None:
+    def __init__(self, layout: KvLayout, stores: OpenStores, max_hold_s: float) -> None:
         self._layout = layout
         self._stores = stores
         self._max_hold_s = max_hold_s

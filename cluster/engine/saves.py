@@ -66,7 +66,8 @@ class SaveQueue:
         """Queue what a finished request computed: return what is to be saved, and how to see that it is stored.
 
         With a save, the request's blocks must be held until it is `release`d. The second value names the chunk that
-        is stored last, all of them, and the heads of all: the planner's share. None for nothing.
+        is stored last and its content, if that lists it, all chunks, and the heads of all: the planner's share. None
+        for nothing.
         """
         missing = [piece for piece in self._pieces(place, tokens, plan) if not self._is_stored(place, piece, tokens)]
         queued = set[str]().union(*(keys for _, keys in self._held.values()))
@@ -80,7 +81,9 @@ class SaveQueue:
         # The worker saves in order: with the last own piece, those that others have queued are stored too.
         heads = set[str]().union(*(keys_of(tokens[piece.start : piece.end], place[1]) for piece in missing))
         chains = [piece.chain for piece in missing]
-        awaited = {"chain": (own or missing)[-1].chain, "heads": sorted(heads), "chains": chains}
+        last = (own or missing)[-1]
+        listed = "" if last.domain is Domain.LINEAGE else content_key(place[1], tokens[last.start : last.end])
+        awaited = {"chain": last.chain, "content": listed, "heads": sorted(heads), "chains": chains}
         if not own:
             return None, awaited
         self._held[request_id] = len(block_ids), set[str]().union(*(_keys(place, piece, tokens) for piece in own))

@@ -65,6 +65,9 @@ class EngineSettings(BaseModel):
     disk_root: Path | None = Field(None, description="None: what memory has no room for is dropped")
     disk_budget_bytes: int = Field(0, ge=0, description="0: half of the disk's free room")
     save: bool = True
+    max_hold_s: float = Field(
+        2.0, gt=0, description="seconds that a request's blocks are held to be saved: one more, and it is given up"
+    )
     carve_out: int = Field(32, ge=0)
     min_run: int | None = Field(None, ge=1, description="None: learned from what stages cost")
     boundary: int | None = Field(None, ge=0, description="tokens; None: 0")

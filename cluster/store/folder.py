@@ -56,6 +56,15 @@ class ChunkFolder:
             return []
         return [name for _, name in sorted(entries, reverse=True)]
 
+    def is_listed(self, chain: str, content: str) -> bool:
+        """Tell whether a chunk has been stored with all its markers, or is no longer listed since a longer one is."""
+        if os.path.exists(self.base / "content" / content / chain):  # the last one made
+            return True
+        try:
+            return self.path(chain).stat().st_mtime == SUPERSEDED
+        except OSError:
+            return False
+
     def add_markers(self, header: ChunkHeader) -> list[str]:
         """List a chunk that lies here; return the versions of its content that were deleted to bound their number.
 
@@ -129,14 +138,13 @@ class ChunkFolder:
                 yield from children(folder)
 
     def _marker_folders(self, header: ChunkHeader) -> list[Path]:
-        """Folders of the markers of a chunk; none for one that only its session may be served, which knows its name."""
+        """Folders of the markers of a chunk, in the order in which they are made; none for one that only its session may be served, which knows its name."""
         if header.domain is Domain.LINEAGE:
             return []
-        folders = [self.base / "content" / header.content]
+        folders = [self.base / "anchors" / key for key in sorted(anchor_keys(header.tenant, header.tokens))]
         if len(header) >= HEAD_LENGTH:
             folders.append(self.base / "heads" / head_key(header.tenant, header.tokens))
-        folders += [self.base / "anchors" / key for key in sorted(anchor_keys(header.tenant, header.tokens))]
-        return folders
+        return [*folders, self.base / "content" / header.content]
 
 
 def anchor_keys(tenant: str, tokens: Tokens) -> set[str]:

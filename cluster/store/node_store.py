@@ -118,6 +118,13 @@ class NodeStore:
         # Unlike `Path.exists`, this never raises.
         return any(os.path.exists(folder.path(chain)) for folder in self._folders)
 
+    def is_listed(self, chain: str, content: str) -> bool:
+        """Tell whether look-ups of every kind find a chunk, or one that replaces it: its file is there a moment before.
+
+        Not for chunks of a lineage, which nothing lists.
+        """
+        return any(folder.is_listed(chain, content) for folder in self._folders)
+
     def by_chain(self, chain: str) -> ChunkHeader | None:
         """Return the header of the chunk of this name, or None. Raises `OSError` when memory cannot be read."""
         header = self._headers.get(chain)
