@@ -138,7 +138,10 @@ class ChunkFolder:
                 yield from children(folder)
 
     def _marker_folders(self, header: ChunkHeader) -> list[Path]:
-        """Folders of the markers of a chunk, in the order in which they are made; none for one that only its session may be served, which knows its name."""
+        """Folders of the markers of a chunk, in the order in which they are made.
+
+        None for one that only its session may be served, which knows its name.
+        """
         if header.domain is Domain.LINEAGE:
             return []
         folders = [self.base / "anchors" / key for key in sorted(anchor_keys(header.tenant, header.tokens))]
