@@ -133,13 +133,13 @@ def measure(num_agents: int) -> tuple[list[Cost], dict[str, int]]:
 
     next_named = observations(program, num_calls, named=True)
     next_unnamed = observations(program, num_calls // 4, named=False)
-    agents = named.transitions.agents
+    agents = named.learner.agents
     costs = [
         cost("sketch of a request body", num_agents, [lambda b=b: anchor_sketch(b) for b in bodies]),
         cost("observe, agent named", num_agents, [lambda o=o: named.observe(o) for o in next_named]),
         cost("observe, agent recognised", num_agents, [lambda o=o: unnamed.observe(o) for o in next_unnamed]),
         cost(
-            "predict", num_agents, [lambda i=i: named.transitions.predict(agents[i % len(agents)]) for i in range(800)]
+            "predict", num_agents, [lambda i=i: named.learner.handover((agents[i % len(agents)],)) for i in range(800)]
         ),
         cost("survival of all anchors", num_agents, [named.survival] * 200),
         cost("snapshot", num_agents, [named.snapshot] * BATCHES),
@@ -152,7 +152,7 @@ def measure(num_agents: int) -> tuple[list[Cost], dict[str, int]]:
         return len(json.dumps(value, separators=(",", ":")))
 
     sizes = {
-        "transitions": size(named.transitions.to_dict()),
+        "hand-overs": size([named.learner.to_dict(), named.handovers.to_dict()]),
         "agents with anchors": size(unnamed.registry.to_dict()),
         "sessions": size(unnamed.sessions.to_dict()),
         "whole state": size(unnamed.to_dict()),
