@@ -8,9 +8,9 @@ sketch, else to a new one. Profiles that turn out to hold two agents are split (
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ropewalk.agents.profiles import (
     HISTORY_SESSIONS,
@@ -46,12 +46,10 @@ class AgentEntry:
     num_requests: int = 0
     first_session: str | None = None
     several_sessions: bool = False
-    last_s: float = 0.0
     history: AnchorHistory = field(default_factory=AnchorHistory)
 
 
-@dataclass(frozen=True, slots=True)
-class Resolution:
+class Resolution(NamedTuple):
     """The agent of a request, and what had to change to say so."""
 
     agent: str | None
@@ -84,9 +82,21 @@ class AgentRegistry:
         """Known agents, least recently seen first."""
         return list(self._entries.values())
 
-    def resolve(
-        self, name: str | None, sketch: AnchorSketch | None, session: str | None = None, time_s: float = 0.0
-    ) -> Resolution:
+    def again(self, name: object, session: str | None) -> str | None:
+        """Count a request by the name of a known agent, without a sketch, and return the agent.
+
+        None for any other name: then nothing is counted, and `resolve` says what that means.
+        """
+        entry = self._entries.get(name) if isinstance(name, str) else None
+        if entry is None or not entry.named:
+            return None
+        self._entries.move_to_end(entry.agent)
+        entry.num_requests += 1
+        if not entry.several_sessions:
+            entry.several_sessions = session != entry.first_session
+        return entry.agent
+
+    def resolve(self, name: str | None, sketch: AnchorSketch | None, session: str | None = None) -> Resolution:
         """Say which agent sent a request, and learn from it.
 
         An explicit `name` wins; its anchor is learned, so that later requests without the name are recognised, and an
@@ -121,7 +131,6 @@ class AgentRegistry:
             entry.history, entry.several_sessions = history, True
         entry.named = entry.named or name is not None
         entry.num_requests += 1
-        entry.last_s = time_s
         entry.several_sessions = entry.several_sessions or session != entry.first_session
         if sketch:
             known = entry.history.num_sessions
@@ -195,42 +204,41 @@ class AgentRegistry:
             self.index.remove(agent)
             yield agent
 
-    def to_dict(self) -> list[dict[str, Any]]:
-        """JSON form: agents with the regular pieces of their profiles, least recently seen first."""
-        agents = []
+    def to_dict(self) -> list[list[Any]]:
+        """JSON form, least recently seen first: `[agent, named, num_requests, several_sessions, first_session,
+        profile]` each, the profile with its regular pieces alone."""
+        rows = []
         for entry in self._entries.values():
             profile = self.index.core(entry.agent)
-            agents.append(
-                {
-                    "agent": entry.agent,
-                    "named": entry.named,
-                    "num_requests": entry.num_requests,
-                    "several_sessions": entry.several_sessions,
-                    "first_session": entry.first_session,
-                    "last_s": entry.last_s,
-                    "profile": None if profile is None else profile.to_dict(),
-                }
+            rows.append(
+                [
+                    entry.agent,
+                    int(entry.named),
+                    entry.num_requests,
+                    int(entry.several_sessions),
+                    # Asked for no more once several are known.
+                    entry.first_session if entry.history.num_sessions == 1 or not entry.several_sessions else None,
+                    None if profile is None else profile.to_dict(),
+                ]
             )
-        return agents
+        return rows
 
     @classmethod
-    def from_dict(cls, rows: Sequence[Mapping[str, Any]], max_agents: int = 256) -> AgentRegistry:
+    def from_dict(cls, rows: Sequence[Sequence[Any]], max_agents: int = 256) -> AgentRegistry:
         """Inverse of `to_dict`; keeps the `max_agents` most recently seen."""
         registry = cls(max_agents)
-        for item in list(rows)[-max_agents:]:
-            agent = str(item["agent"])
-            profile = None if item["profile"] is None else Profile.from_dict(item["profile"])
-            registry._entries[agent] = AgentEntry(
-                agent,
-                named=bool(item["named"]),
-                num_requests=int(item["num_requests"]),
-                several_sessions=bool(item["several_sessions"]),
-                first_session=item.get("first_session"),
-                last_s=float(item["last_s"]),
+        for agent, named, num_requests, several_sessions, first_session, row in rows[-max_agents:]:
+            profile = None if row is None else Profile.from_dict(row)
+            registry._entries[str(agent)] = AgentEntry(
+                str(agent),
+                named=bool(named),
+                num_requests=int(num_requests),
+                several_sessions=bool(several_sessions),
+                first_session=first_session,
                 history=AnchorHistory() if profile is None else AnchorHistory.restored(profile),
             )
             if profile is not None:
-                registry.index.put(agent, profile)
+                registry.index.put(str(agent), profile)
         return registry
 
     def check_integrity(self) -> None:

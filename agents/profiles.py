@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from ropewalk.agents.sketch import FULL_LIMIT, SKETCH_SIZE, AnchorSketch, decode_hashes, encode_hashes
+from ropewalk.agents.sketch import FULL_LIMIT, SKETCH_SIZE, AnchorSketch, pack_hashes, unpack_hashes
 
 MATCH_CONTAINMENT = 0.85
 """Share of an agent's weighted pieces that a request must contain. A header of 50 to 200 tokens before an anchor of
@@ -79,25 +79,30 @@ class Profile:
         hashes = tuple(sorted(self.support))
         return AnchorSketch(hashes, len(hashes) + (self.limit != FULL_LIMIT), self.num_chars)
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form, about 0.8 KB: supports as bytes of 1/255."""
-        supports = bytes(max(1, round(255 * s)) for s in self.support.values())
-        return {
-            "hashes": encode_hashes(self.support),
-            "support": base64.b64encode(supports).decode("ascii"),
-            "limit": self.limit,
-            "num_chars": self.num_chars,
-            "num_sessions": self.num_sessions,
-        }
+    def to_dict(self) -> list[Any]:
+        """JSON form, about 0.4 KB: `[hashes, supports, limit, num_chars, num_sessions]`.
+
+        Hashes are packed, supports are bytes of 1/255, both in base64. Supports of the first pieces are left out as
+        long as they are full: in a core, where the strongest come first, that is most of them.
+        """
+        supports = bytes(max(1, round(255 * s)) for s in self.support.values()).lstrip(b"\xff")
+        hashes = base64.b64encode(pack_hashes(self.support)).decode("ascii")
+        return [
+            hashes,
+            base64.b64encode(supports).decode("ascii"),
+            self.limit,
+            self.num_chars,
+            self.num_sessions,
+        ]
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Profile:
-        """Inverse of `to_dict` up to the rounding of the supports. Raises ValueError when the lengths differ."""
-        hashes = decode_hashes(data["hashes"])
-        supports = base64.b64decode(data["support"], validate=True)
-        pairs = zip(hashes, supports, strict=True)
-        support = {h: s / 255 for h, s in pairs if s}
-        return cls(support, int(data["limit"]), int(data["num_chars"]), max(1, int(data["num_sessions"])))
+    def from_dict(cls, data: Sequence[Any]) -> Profile:
+        """Inverse of `to_dict` up to the rounding of the supports. Raises ValueError when the lengths do not fit."""
+        packed, faint, limit, num_chars, num_sessions = data
+        hashes = unpack_hashes(base64.b64decode(packed, validate=True))
+        supports = base64.b64decode(faint, validate=True).rjust(len(hashes), b"\xff")
+        support = {h: s / 255 for h, s in zip(hashes, supports, strict=True) if s}
+        return cls(support, int(limit), int(num_chars), max(1, int(num_sessions)))
 
 
 class AnchorIndex:

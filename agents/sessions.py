@@ -1,25 +1,42 @@
-"""Where each session stands: its current agent and the replicas that hold its cache."""
+"""Where each session stands: the agents that had the floor last and the replicas that hold its cache."""
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
+
+MAX_PAST = 3
+"""Agents remembered a session: as many as the learner of hand-overs looks back."""
 
 MAX_REPLICAS = 4
 """Replicas remembered a session: one for each model it talks to; programs with more than four models are rare."""
 
+Past = tuple[str, ...]
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class SessionState:
-    """One session: current `agent` (None: not recognised), `replicas` most recent first, tokens of the last prompt."""
+    """One session.
 
-    agent: str | None = None
+    `past`: the last agents that had the floor, oldest first; an agent that kept it stands there once. `group`: the
+    first agent of the session, None until one is recognised, or when it was forgotten since. `replicas`: most recent
+    first. `prompt_tokens`: of the last turn.
+    """
+
+    past: Past = ()
+    group: str | None = None
     replicas: tuple[str, ...] = ()
     prompt_tokens: int = 0
     num_turns: int = 0
     last_s: float = 0.0
+
+    @property
+    def agent(self) -> str | None:
+        """The agent that has the floor, None when none was recognised."""
+        return self.past[-1] if self.past else None
 
 
 class SessionTable:
@@ -36,47 +53,61 @@ class SessionTable:
         self.max_sessions = max_sessions
         self.ttl_s = ttl_s
         self._sessions: OrderedDict[str, SessionState] = OrderedDict()
-        # How many sessions stand at each agent, kept up to date: survival asks for it at every snapshot.
-        self._at_agent: Counter[str] = Counter()
+        # How many sessions stand at each past, kept up to date: survival asks for it at every snapshot.
+        self._at_past: dict[Past, int] = {}
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     def get(self, session: str) -> SessionState | None:
-        """The session's state, None when unknown. Does not count as use."""
+        """The session's state, None when unknown; not to be changed. Does not count as use."""
         return self._sessions.get(session)
+
+    def group(self, session: str | None) -> str | None:
+        """The first agent of a session that is known."""
+        state = self._sessions.get(session) if session is not None else None
+        return None if state is None else state.group
 
     def update(
         self, session: str, agent: str | None, replica: str | None, time_s: float, prompt_tokens: int = 0
-    ) -> str | None:
-        """Record a turn and return the agent of the turn before.
+    ) -> Past | None:
+        """Record a turn and return the agents before it: `past` as it was, empty for the first turn.
 
-        A turn without a recognised agent (None) leaves the session at the agent it had. So does one that is reported
-        after a later one, as replicas report in batches of their own: it has no turn before it.
+        A turn without a recognised agent (None) leaves the session at the agents it had. So does one that is reported
+        after a later one, as replicas report in batches of their own: None, for it is not known what came before it.
         """
-        self.expire(time_s)
-        old = self._sessions.get(session, SessionState())
-        if time_s < old.last_s:
-            replicas = old.replicas if replica is None or replica in old.replicas else (*old.replicas, replica)
-            late = SessionState(old.agent, replicas[:MAX_REPLICAS], old.prompt_tokens, old.num_turns + 1, old.last_s)
-            self._put(session, late, touch=False)
+        sessions = self._sessions
+        for oldest in sessions.values():
+            if time_s - oldest.last_s > self.ttl_s:
+                self.expire(time_s)
+            break
+        state = sessions.get(session)
+        if state is None:
+            state = sessions[session] = SessionState(last_s=time_s)
+            if len(sessions) > self.max_sessions:
+                self._drop(next(iter(sessions)))
+        state.num_turns += 1
+        replicas = state.replicas
+        if time_s < state.last_s:
+            if replica is not None and replica not in replicas:
+                state.replicas = (*replicas, replica)[:MAX_REPLICAS]
             return None
-        replicas = old.replicas
-        if replica is not None and replicas[:1] != (replica,):
-            replicas = (replica, *(r for r in replicas if r != replica))[:MAX_REPLICAS]
-        self._put(
-            session,
-            SessionState(
-                agent=agent if agent is not None else old.agent,
-                replicas=replicas,
-                prompt_tokens=prompt_tokens or old.prompt_tokens,
-                num_turns=old.num_turns + 1,
-                last_s=time_s,
-            ),
-        )
-        while len(self._sessions) > self.max_sessions:
-            self._drop(next(iter(self._sessions)))
-        return old.agent
+        state.last_s = time_s
+        sessions.move_to_end(session)
+        if prompt_tokens:
+            state.prompt_tokens = prompt_tokens
+        if replica is not None and not (replicas and replicas[0] == replica):
+            state.replicas = (replica, *(r for r in replicas if r != replica))[:MAX_REPLICAS]
+        past = state.past
+        if agent is not None and not (past and past[-1] == agent):
+            if not past and state.group is None:
+                state.group = agent
+            state.past = now = (*past[1 - MAX_PAST :], agent)
+            at = self._at_past
+            at[now] = at.get(now, 0) + 1
+            if past:
+                self._leave(past)
+        return past
 
     def expire(self, now_s: float) -> int:
         """Forget sessions idle for longer than `ttl_s`; returns how many. Stops at the first that is not idle."""
@@ -94,74 +125,111 @@ class SessionTable:
         for (session, state), _ in zip(reversed(self._sessions.items()), range(limit), strict=False):
             yield session, state
 
-    def live_agents(self) -> Mapping[str, int]:
+    def live_pasts(self) -> Mapping[Past, int]:
+        """How many sessions stand at each past; sessions without a recognised agent do not count."""
+        return self._at_past
+
+    def live_agents(self) -> dict[str, int]:
         """How many sessions stand at each agent."""
-        return self._at_agent
+        at: dict[str, int] = {}
+        for past, count in self._at_past.items():
+            at[past[-1]] = at.get(past[-1], 0) + count
+        return at
+
+    def agents(self) -> set[str]:
+        """All agents that the table speaks of."""
+        groups = {state.group for state in self._sessions.values() if state.group is not None}
+        return groups.union(*self._at_past)
 
     def rename_agent(self, old: str, new: str | None) -> None:
-        """Sessions at `old` stand at `new`, or at no agent when that is None."""
-        if not self._at_agent.get(old):
+        """What was said of `old` is said of `new`, where the two stood side by side once.
+
+        When `new` is None the agent is forgotten: of a past only what came after it is left, since what came before and
+        after it did not follow each other.
+        """
+        if old == new:
             return
-        for session, state in list(self._sessions.items()):
-            if state.agent == old:
-                self._put(
-                    session,
-                    SessionState(new, state.replicas, state.prompt_tokens, state.num_turns, state.last_s),
-                    touch=False,
-                )
+        for state in self._sessions.values():
+            if state.group == old:
+                state.group = new
+            if old not in state.past:
+                continue
+            past: Past = ()
+            for agent in state.past:
+                name = new if agent == old else agent
+                if name is None:
+                    past = ()
+                elif past[-1:] != (name,):
+                    past = (*past, name)
+            self._move(state, past)
 
     def clear(self) -> None:
         """Forget all sessions."""
         self._sessions.clear()
-        self._at_agent.clear()
+        self._at_past.clear()
 
-    def _put(self, session: str, state: SessionState, *, touch: bool = True) -> None:
-        old = self._sessions.get(session)
-        if old is not None and old.agent is not None:
-            self._leave(old.agent)
-        self._sessions[session] = state
-        if touch:
-            self._sessions.move_to_end(session)
-        if state.agent is not None:
-            self._at_agent[state.agent] += 1
+    def _move(self, state: SessionState, past: Past) -> None:
+        self._leave(state.past)
+        state.past = past
+        if past:
+            self._at_past[past] = self._at_past.get(past, 0) + 1
 
     def _drop(self, session: str) -> None:
-        state = self._sessions.pop(session)
-        if state.agent is not None:
-            self._leave(state.agent)
+        self._leave(self._sessions.pop(session).past)
 
-    def _leave(self, agent: str) -> None:
-        self._at_agent[agent] -= 1
-        if not self._at_agent[agent]:
-            del self._at_agent[agent]
+    def _leave(self, past: Past) -> None:
+        if past:
+            count = self._at_past[past]
+            if count > 1:
+                self._at_past[past] = count - 1
+            else:
+                del self._at_past[past]
 
-    def to_dict(self, limit: int | None = None) -> list[list[Any]]:
-        """JSON form, oldest first: `[session, agent, replicas, prompt_tokens, num_turns, last_s]` each."""
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form: agents and replicas once; then, oldest first, `[session, past, group, replicas, prompt_tokens,
+        num_turns, age]` each, agents and replicas by number, age in milliseconds before `time_s`."""
+        agents: dict[str, int] = {}
+        replicas: dict[str, int] = {}
+        time_s = max((state.last_s for state in self._sessions.values()), default=0.0)
         rows = [
-            [session, s.agent, list(s.replicas), s.prompt_tokens, s.num_turns, s.last_s]
-            for session, s in self.recent(len(self) if limit is None else limit)
+            [
+                session,
+                [agents.setdefault(agent, len(agents)) for agent in s.past],
+                None if s.group is None else agents.setdefault(s.group, len(agents)),
+                [replicas.setdefault(replica, len(replicas)) for replica in s.replicas],
+                s.prompt_tokens,
+                s.num_turns,
+                round(1_000 * (time_s - s.last_s)),
+            ]
+            for session, s in self._sessions.items()
         ]
-        return rows[::-1]
+        return {"time_s": time_s, "agents": list(agents), "replicas": list(replicas), "rows": rows}
 
     @classmethod
-    def from_dict(cls, rows: list[list[Any]], max_sessions: int = 4096, ttl_s: float = 1800.0) -> SessionTable:
-        """Inverse of `to_dict`; keeps the `max_sessions` most recent."""
+    def from_dict(cls, data: Mapping[str, Any], max_sessions: int = 4096, ttl_s: float = 1800.0) -> SessionTable:
+        """Inverse of `to_dict`, times to the millisecond; keeps the `max_sessions` most recent.
+
+        Raises ValueError, IndexError, KeyError or TypeError on a damaged form.
+        """
         table = cls(max_sessions, ttl_s)
-        for session, agent, replicas, prompt_tokens, num_turns, last_s in rows[-max_sessions:]:
-            table._put(
-                str(session),
-                SessionState(
-                    None if agent is None else str(agent),
-                    tuple(map(str, replicas))[:MAX_REPLICAS],
-                    int(prompt_tokens),
-                    int(num_turns),
-                    float(last_s),
-                ),
+        agents = [str(agent) for agent in data["agents"]]
+        names = [str(replica) for replica in data["replicas"]]
+        for session, past, group, replicas, prompt_tokens, num_turns, age in data["rows"][-max_sessions:]:
+            state = table._sessions[str(session)] = SessionState(
+                group=None if group is None else agents[group],
+                replicas=tuple(names[replica] for replica in replicas),
+                prompt_tokens=int(prompt_tokens),
+                num_turns=int(num_turns),
+                last_s=float(data["time_s"]) - int(age) / 1_000,
             )
+            table._move(state, tuple(agents[agent] for agent in past))
         return table
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless the bounds hold and the counts by agent are right."""
+        """Raises AssertionError unless the bounds hold and the counts by past are right."""
         assert len(self._sessions) <= self.max_sessions
         assert all(len(s.replicas) == len(set(s.replicas)) <= MAX_REPLICAS for s in self._sessions.values())
-        assert self._at_agent == Counter(s.agent for s in self._sessions.values() if s.agent is not None)
+        for state in self._sessions.values():
+            assert len(state.past) <= MAX_PAST
+            assert all(a != b for a, b in pairwise(state.past))
+        assert self._at_past == Counter(s.past for s in self._sessions.values() if s.past)

@@ -38,7 +38,11 @@ MAX_CLAUSE_CHARS = 160
 MAX_NAME_CHARS = 256
 """Names come from clients and are kept: bounded."""
 
-FULL_LIMIT = (1 << 64) - 1
+HASH_BYTES = 4
+"""Bytes kept of a piece's hash: among the 65,536 pieces that 256 agents may hold, one of a request's 64 meets a
+stranger of the same hash in a few requests of a thousand, and that is a 64th of the evidence."""
+
+FULL_LIMIT = (1 << 8 * HASH_BYTES) - 1
 """Limit of a sketch that left no piece out."""
 
 _HAS_DIGIT = re.compile(r"(?<![\w-])[\w-]{0,40}?\d[\w-]*")
@@ -52,8 +56,9 @@ _SPACES = re.compile(r"\s+")
 class AnchorSketch:
     """Bottom-k sketch of the distinct pieces of an anchor.
 
-    `hashes`: the smallest xxh3-64 hashes, ascending, at most `SKETCH_SIZE`. `num_pieces`: distinct pieces the anchor
-    has. `num_chars`: length of the anchor text. Empty (false) for a request without system text and tools.
+    `hashes`: the smallest hashes (upper 32 bits of xxh3-64), ascending, at most `SKETCH_SIZE`. `num_pieces`: distinct
+    pieces the anchor has. `num_chars`: length of the anchor text. Empty (false) for a request without system text and
+    tools.
     """
 
     hashes: tuple[int, ...] = ()
@@ -71,16 +76,20 @@ class AnchorSketch:
     @property
     def fingerprint(self) -> str:
         """Eight hex digits that name this exact set of pieces."""
-        return f"{xxhash.xxh3_64_intdigest(_pack(self.hashes)) >> 32:08x}"
+        return f"{xxhash.xxh3_64_intdigest(pack_hashes(self.hashes)) >> 32:08x}"
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form, about 700 bytes: hashes as little-endian 64-bit words in base64."""
-        return {"hashes": encode_hashes(self.hashes), "num_pieces": self.num_pieces, "num_chars": self.num_chars}
+        """JSON form, about 400 bytes: hashes packed, in base64."""
+        return {
+            "hashes": base64.b64encode(pack_hashes(self.hashes)).decode("ascii"),
+            "num_pieces": self.num_pieces,
+            "num_chars": self.num_chars,
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> AnchorSketch:
         """Inverse of `to_dict`. Raises ValueError when the hashes are not ascending or too many."""
-        hashes = decode_hashes(data["hashes"])
+        hashes = unpack_hashes(base64.b64decode(data["hashes"], validate=True))
         if len(hashes) > SKETCH_SIZE or any(a >= b for a, b in itertools.pairwise(hashes)):
             raise ValueError(f"sketch hashes must be at most {SKETCH_SIZE} and ascending, got {len(hashes)}")
         return cls(hashes, int(data["num_pieces"]), int(data["num_chars"]))
@@ -109,7 +118,7 @@ def anchor_sketch(body: Mapping[str, Any]) -> AnchorSketch:
     if ids:
         num_chars += 4 * len(ids)
         pieces.update(_id_runs(ids))
-    hashes = sorted({xxhash.xxh3_64_intdigest(piece) for piece in pieces})
+    hashes = sorted({xxhash.xxh3_64_intdigest(piece) >> 64 - 8 * HASH_BYTES for piece in pieces})
     return AnchorSketch(tuple(hashes[:SKETCH_SIZE]), len(hashes), num_chars)
 
 
@@ -211,15 +220,11 @@ def _id_runs(ids: Sequence[int]) -> Iterator[bytes]:
         yield b"\x00ids\x00" + np.array(run, dtype="<u4").tobytes()
 
 
-def _pack(hashes: Iterable[int]) -> bytes:
-    return np.fromiter(hashes, dtype="<u8").tobytes()
+def pack_hashes(hashes: Iterable[int]) -> bytes:
+    """Hashes as little-endian words of `HASH_BYTES` bytes."""
+    return np.fromiter(hashes, dtype=f"<u{HASH_BYTES}").tobytes()
 
 
-def encode_hashes(hashes: Iterable[int]) -> str:
-    """Hashes as little-endian 64-bit words in base64."""
-    return base64.b64encode(_pack(hashes)).decode("ascii")
-
-
-def decode_hashes(text: str) -> tuple[int, ...]:
-    """Inverse of `encode_hashes`. Raises ValueError for anything else."""
-    return tuple(int(h) for h in np.frombuffer(base64.b64decode(text, validate=True), dtype="<u8"))
+def unpack_hashes(packed: bytes) -> tuple[int, ...]:
+    """Inverse of `pack_hashes`. Raises ValueError when the length is no multiple of `HASH_BYTES`."""
+    return tuple(np.frombuffer(packed, dtype=f"<u{HASH_BYTES}").tolist())

@@ -21,13 +21,20 @@ import networkx as nx
 
 from ropewalk.agents.identity import AgentRegistry
 from ropewalk.agents.profiles import AnchorIndex, Profile
-from ropewalk.agents.sessions import SessionTable
+from ropewalk.agents.sessions import Past, SessionTable
 from ropewalk.agents.sketch import AnchorSketch, clean_agent_name
-from ropewalk.scheduler.survival import MAX_HOPS, TAU, survival
-from ropewalk.scheduler.transitions import EPSILON, TransitionCounts
+from ropewalk.scheduler.handovers import HandoverCounts, Predictability, Table, predictability
+from ropewalk.scheduler.markov import EPSILON, HALF_LIFE, MAX_ORDER, Smoothing, VariableOrder
+from ropewalk.scheduler.survival import MAX_HOPS, TAU, Chain
 
-FORMAT_VERSION = 1
-"""Format of the state file and of `/v1/agents`; raised when a reader of the old one would misread the new one."""
+FORMAT_VERSION = 2
+"""Format of the state file; raised when a reader of the old one would misread the new one. 1: first order only."""
+
+PAYLOAD_VERSION = 1
+"""Format of `/v1/agents`; raised likewise."""
+
+CONTEXTS_PER_AGENT = 16
+"""Contexts remembered for each agent that may be: with three likely successors each an agent ends 1 + 3 + 9 of them."""
 
 MAX_WARM_REPLICAS = 16
 """Replicas remembered an agent, least recently used forgotten: where an anchor was that long ago it is gone."""
@@ -43,6 +50,9 @@ MAX_ID_CHARS = 256
 class SchedulerSettings:
     """What can be set; every default is CacheScout's or has its reason beside it."""
 
+    order: int = MAX_ORDER
+    smoothing: Smoothing = "back-off"
+    half_life: float = HALF_LIFE
     epsilon: float = EPSILON
     tau: float = TAU
     max_hops: int = MAX_HOPS
@@ -60,6 +70,12 @@ class SchedulerSettings:
                 raise ValueError(f"scheduler.{name} must be a positive number, got {value!r}")
         if not 0 < self.tau <= 1:
             raise ValueError(f"scheduler.tau must be above 0 and at most 1, got {self.tau!r}")
+        if not 0 <= self.order <= MAX_ORDER:
+            raise ValueError(f"scheduler.order must be 0 to {MAX_ORDER}, got {self.order!r}")
+        if self.smoothing not in ("back-off", "additive"):
+            raise ValueError(f"scheduler.smoothing must be 'back-off' or 'additive', got {self.smoothing!r}")
+        if not self.half_life >= 1:
+            raise ValueError(f"scheduler.half_life must be at least 1, got {self.half_life!r}")
         for name, least in (("max_hops", 1), ("max_agents", 2), ("max_sessions", 1), ("snapshot_sessions", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"scheduler.{name} must be at least {least}, got {getattr(self, name)!r}")
@@ -116,7 +132,8 @@ class AgentView:
 class Snapshot:
     """What routers and replicas read locally. `version` differs whenever the content does, across restarts too.
 
-    `sessions[session] = (agent, replicas most recent first, tokens of the last prompt)`.
+    `sessions[session] = (agent, replicas most recent first, tokens of the last prompt)`. `groups`: how predictable the
+    sessions are that begin with an agent. `predictability`: that of all sessions.
     """
 
     version: int
@@ -126,6 +143,7 @@ class Snapshot:
     predictability: float
     num_handovers: int
     num_observations: int
+    groups: Mapping[str, Predictability] = field(default_factory=dict)
 
     @cached_property
     def index(self) -> AnchorIndex:
@@ -160,6 +178,7 @@ class Snapshot:
             "predictability": self.predictability,
             "num_handovers": self.num_handovers,
             "num_observations": self.num_observations,
+            "groups": {group: [p.r, p.num_handovers] for group, p in self.groups.items()},
         }
 
     @classmethod
@@ -177,7 +196,8 @@ class Snapshot:
             for agent, view in data["agents"].items()
         }
         sessions = {s: (agent, tuple(replicas), int(n)) for s, (agent, replicas, n) in data["sessions"].items()}
-        return cls(**{**data, "agents": agents, "sessions": sessions})
+        groups = {group: Predictability(float(r), int(n)) for group, (r, n) in data["groups"].items()}
+        return cls(**{**data, "agents": agents, "sessions": sessions, "groups": groups})
 
 
 EMPTY_SNAPSHOT = Snapshot(0, 0.0, {}, {}, 0.0, 0, 0)
@@ -185,10 +205,23 @@ EMPTY_SNAPSHOT = Snapshot(0, 0.0, {}, {}, 0.0, 0, 0)
 
 
 @dataclass(slots=True)
-class _Tokens:
+class _Use:
+    """What an agent's requests were: replicas with node and time, least recent first; its model; its tokens."""
+
+    warm: OrderedDict[str, tuple[str, float]] = field(default_factory=OrderedDict)
+    model: str = ""
     prompt: int = 0
     cached: int = 0
     reused: int = 0
+
+    def absorb(self, other: _Use) -> None:
+        """Add what was another agent's until now."""
+        merged = {**other.warm, **self.warm}
+        self.warm = OrderedDict(sorted(merged.items(), key=lambda item: item[1][1])[-MAX_WARM_REPLICAS:])
+        self.model = self.model or other.model
+        self.prompt += other.prompt
+        self.cached += other.cached
+        self.reused += other.reused
 
 
 @dataclass
@@ -202,12 +235,12 @@ class SchedulerState:
         s = self.settings
         self.registry = AgentRegistry(s.max_agents)
         self.sessions = SessionTable(s.max_sessions, s.session_ttl_s)
-        self.transitions = TransitionCounts(s.epsilon)
+        self.learner = VariableOrder(s.order, **_learner_settings(s))
+        self.handovers = HandoverCounts()
         self.num_observations = 0
         self.num_refused = 0
-        self._warm: dict[str, OrderedDict[str, tuple[str, float]]] = {}
-        self._tokens: dict[str, _Tokens] = {}
-        self._models: dict[str, str] = {}
+        self.forget_chain()
+        self._uses: dict[str, _Use] = {}
         self._now_s = 0.0
 
     def observe(self, observation: Observation) -> str | None:
@@ -221,68 +254,80 @@ class SchedulerState:
             return None
         self.version += 1
         self.num_observations += 1
-        self._now_s = max(self._now_s, o.time_s)
-        resolution = self.registry.resolve(o.agent, o.sketch, o.session, o.time_s)
-        for old, new in resolution.renamed:
-            self._rename(old, new)
-        agent = resolution.agent
-        previous = None
-        if o.session is not None:
-            previous = self.sessions.update(o.session, agent, o.replica, o.time_s, o.prompt_tokens)
+        time_s, session = o.time_s, o.session
+        if time_s > self._now_s:
+            self._now_s = time_s
+        evicted: tuple[str, ...] = ()
+        agent = self.registry.again(o.agent, session) if not o.sketch else None
+        if agent is None:
+            agent, _, renamed, evicted = self.registry.resolve(o.agent, o.sketch, session)
+            for old, new in renamed:
+                self._rename(old, new)
+        past: Past | None = None
+        if session is not None:
+            past = self.sessions.update(session, agent, o.replica, time_s, o.prompt_tokens)
         if agent is not None:
-            self.transitions.observe(previous, agent)
-            if agent not in self._warm:
-                self._warm[agent], self._tokens[agent] = OrderedDict(), _Tokens()
-            warm = self._warm[agent]
-            warm[o.replica] = (o.node, o.time_s)
+            if past is None:  # without a session, or reported late, it is not known what came before it
+                self.learner.add_agent(agent)
+            else:
+                if past:
+                    self.handovers.observe(self.sessions.group(session), past[-1], agent)
+                if not past or past[-1] != agent:
+                    self.learner.observe(past, agent)
+            use = self._uses.get(agent)
+            if use is None:
+                use = self._uses[agent] = _Use()
+            warm = use.warm
+            warm[o.replica] = (o.node, time_s)
             warm.move_to_end(o.replica)
             if len(warm) > MAX_WARM_REPLICAS:
                 warm.popitem(last=False)
-            self._models[agent] = o.model
-            tokens = self._tokens[agent]
-            tokens.prompt += o.prompt_tokens
-            tokens.cached += o.cached_tokens
-            tokens.reused += o.reused_tokens
-        for gone in resolution.evicted:
+            use.model = o.model
+            use.prompt += o.prompt_tokens
+            use.cached += o.cached_tokens
+            use.reused += o.reused_tokens
+        for gone in evicted:
             self._forget(gone)
         return agent
 
     def _rename(self, old: str, new: str) -> None:
-        self.transitions.rename(old, new)
+        self.learner.rename(old, new)
+        self.handovers.rename(old, new)
         self.sessions.rename_agent(old, new)
-        warm = self._warm.pop(old, None)
-        if warm is not None:
-            merged = {**warm, **self._warm.get(new, {})}
-            recent = sorted(merged.items(), key=lambda item: item[1][1])[-MAX_WARM_REPLICAS:]
-            self._warm[new] = OrderedDict(recent)
-        if old in self._models:
-            self._models.setdefault(new, self._models.pop(old))
-        tokens = self._tokens.pop(old, None)
-        if tokens is not None:
-            total = self._tokens.setdefault(new, _Tokens())
-            total.prompt += tokens.prompt
-            total.cached += tokens.cached
-            total.reused += tokens.reused
+        use = self._uses.pop(old, None)
+        if use is not None:
+            self._uses.setdefault(new, _Use()).absorb(use)
 
     def _forget(self, agent: str) -> None:
-        self.transitions.remove(agent)
+        self.learner.remove(agent)
+        self.handovers.remove(agent)
         self.sessions.rename_agent(agent, None)
-        for table in (self._warm, self._tokens, self._models):
-            table.pop(agent, None)
+        self._uses.pop(agent, None)
 
     def survival(self) -> dict[str, float]:
         """Survival of each agent's anchor over the live sessions."""
-        s = self.settings
-        return survival(self.transitions, self.sessions.live_agents(), s.tau, s.max_hops)
+        return self._chain.survival(self.sessions.live_pasts())
+
+    def outlook(self, past: Sequence[str]) -> dict[str, float]:
+        """Turns until each agent has the floor again in a session that stands at `past` (see `Chain.outlook`).
+
+        `past`: the last agents of the session, oldest first, as `sessions.get(session).past` has them.
+        """
+        return self._chain.outlook(past)
+
+    def forget_chain(self) -> None:
+        """Let survival and outlook be worked out anew when they are asked for next."""
+        self._chain = Chain(self.learner, self.handovers, tau=self.settings.tau, max_hops=self.settings.max_hops)
 
     def snapshot(self) -> Snapshot:
         """The state as routers and replicas need it."""
         self.sessions.expire(self._now_s)
         alive = self.survival()
+        counts = self.handovers.totals()
         agents = {}
         for entry in self.registry.entries():
             profile = self.registry.index.core(entry.agent)
-            following = self.transitions.predict(entry.agent, NEXT_AGENTS)
+            use = self._uses.get(entry.agent, _NO_USE)
             agents[entry.agent] = AgentView(
                 agent=entry.agent,
                 named=entry.named,
@@ -292,11 +337,8 @@ class SchedulerState:
                 # Four characters a token is the usual rule for English and JSON.
                 anchor_tokens=0 if profile is None else profile.num_chars // 4,
                 profile=profile,
-                next=tuple((a, p, self.transitions.count(entry.agent, a)) for a, p in following),
-                warm=tuple(
-                    Warmth(replica, node, last_s)
-                    for replica, (node, last_s) in reversed(self._warm.get(entry.agent, OrderedDict()).items())
-                ),
+                next=tuple(self._successors(entry.agent, counts)[:NEXT_AGENTS]),
+                warm=tuple(Warmth(replica, node, last_s) for replica, (node, last_s) in reversed(use.warm.items())),
             )
         sessions = {
             session: (s.agent, s.replicas, s.prompt_tokens)
@@ -307,33 +349,45 @@ class SchedulerState:
             time_s=self._now_s,
             agents=agents,
             sessions=sessions,
-            predictability=self.transitions.predictability(),
-            num_handovers=self.transitions.num_handovers,
+            predictability=predictability(counts).r,
+            num_handovers=self.handovers.num_handovers,
             num_observations=self.num_observations,
+            groups=self.handovers.groups(),
         )
 
+    def _successors(self, agent: str, counts: Table) -> list[tuple[str, float, int]]:
+        """(agent, probability, count) of those counted after `agent`, likeliest first (ties: by name)."""
+        row = counts.get(agent, {})
+        probabilities = self.learner.handover((agent,), row)
+        return sorted(((a, p, row[a]) for a, p in probabilities.items()), key=lambda item: (-item[1], item[0]))
+
     def graph(self) -> nx.DiGraph[str]:
-        """Agents and hand-overs; nodes carry what `graph_payload` shows of them."""
-        graph = self.transitions.graph()
+        """Agents and hand-overs; nodes carry what `graph_payload` shows of them, edges `count` and `probability`."""
+        graph: nx.DiGraph[str] = nx.DiGraph()
         alive = self.survival()
         at = self.sessions.live_agents()
+        counts = self.handovers.totals()
         for entry in self.registry.entries():
             agent = entry.agent
-            tokens = self._tokens.get(agent, _Tokens())
+            use = self._uses.get(agent, _NO_USE)
             profile = self.registry.index.get(agent)
             graph.add_node(
                 agent,
+                repeats=counts.get(agent, {}).get(agent, 0),
                 named=entry.named,
-                model=self._models.get(agent, ""),
+                model=use.model,
                 requests=entry.num_requests,
                 survival=alive.get(agent, 0.0),
                 sessions=at.get(agent, 0),
                 anchor_tokens=0 if profile is None else profile.num_chars // 4,
-                prompt_tokens=tokens.prompt,
-                cached_tokens=tokens.cached,
-                reused_tokens=tokens.reused,
-                warm_replicas=list(reversed(self._warm.get(agent, OrderedDict()))),
+                prompt_tokens=use.prompt,
+                cached_tokens=use.cached,
+                reused_tokens=use.reused,
+                warm_replicas=list(reversed(use.warm)),
             )
+        for agent in list(graph):
+            for other, probability, count in self._successors(agent, counts):
+                graph.add_edge(agent, other, count=count, probability=probability)
         return graph
 
     def clear(self) -> None:
@@ -343,18 +397,32 @@ class SchedulerState:
         self.version = version
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form for the state file."""
+        """JSON form for the state file.
+
+        `uses`: for each agent of `registry`, in its order, `[model, prompt tokens, cached, reused, replica, age,
+        replica, age, ...]`, replicas and models by number, ages in seconds before `time_s`, least recent first.
+        """
+        models: dict[str, int] = {}
+        replicas: dict[tuple[str, str], int] = {}
+        uses = []
+        for entry in self.registry.entries():
+            use = self._uses.get(entry.agent, _NO_USE)
+            row = [models.setdefault(use.model, len(models)), use.prompt, use.cached, use.reused]
+            for replica, (node, last_s) in use.warm.items():
+                row += [replicas.setdefault((replica, node), len(replicas)), round(self._now_s - last_s)]
+            uses.append(row)
         return {
             "format": FORMAT_VERSION,
             "version": self.version,
             "time_s": self._now_s,
             "num_observations": self.num_observations,
             "registry": self.registry.to_dict(),
-            "transitions": self.transitions.to_dict(),
+            "learner": self.learner.to_dict(),
+            "handovers": self.handovers.to_dict(),
             "sessions": self.sessions.to_dict(),
-            "warm": {agent: [[r, n, t] for r, (n, t) in warm.items()] for agent, warm in self._warm.items()},
-            "tokens": {agent: [t.prompt, t.cached, t.reused] for agent, t in self._tokens.items()},
-            "models": self._models,
+            "models": list(models),
+            "replicas": [list(pair) for pair in replicas],
+            "uses": uses,
         }
 
     @classmethod
@@ -369,14 +437,16 @@ class SchedulerState:
             state._now_s = float(data["time_s"])
             state.num_observations = int(data["num_observations"])
             state.registry = AgentRegistry.from_dict(data["registry"], s.max_agents)
-            state.transitions = TransitionCounts.from_dict(data["transitions"], s.epsilon)
+            state.learner = VariableOrder.from_dict(data["learner"], s.order, **_learner_settings(s))
+            state.handovers = HandoverCounts.from_dict(data["handovers"])
             state.sessions = SessionTable.from_dict(data["sessions"], s.max_sessions, s.session_ttl_s)
-            state._warm = {
-                agent: OrderedDict((str(r), (str(n), float(t))) for r, n, t in rows)
-                for agent, rows in data["warm"].items()
-            }
-            state._tokens = {agent: _Tokens(*map(int, row)) for agent, row in data["tokens"].items()}
-            state._models = {agent: str(model) for agent, model in data["models"].items()}
+            state.forget_chain()
+            for (agent, *_), row in zip(data["registry"], data["uses"], strict=True):
+                model, prompt, cached, reused, *warm = row
+                use = state._uses[str(agent)] = _Use(OrderedDict(), str(data["models"][model]), prompt, cached, reused)
+                for number, age in zip(warm[::2], warm[1::2], strict=True):
+                    replica, node = data["replicas"][number]
+                    use.warm[str(replica)] = (str(node), state._now_s - int(age))
             for agent in state._known_somewhere() - {entry.agent for entry in state.registry.entries()}:
                 state._forget(agent)
             state.check_integrity()
@@ -385,17 +455,29 @@ class SchedulerState:
         return state
 
     def _known_somewhere(self) -> set[str]:
-        return {*self.transitions.agents, *self.sessions.live_agents(), *self._warm, *self._tokens, *self._models}
+        return {*self.learner.agents, *self.handovers.agents, *self.sessions.agents(), *self._uses}
 
     def check_integrity(self) -> None:
         """Raises AssertionError or ValueError unless all tables speak of the same agents and keep their bounds."""
         self.registry.check_integrity()
         self.sessions.check_integrity()
-        self.transitions.check_integrity()
+        self.learner.check_integrity()
+        self.handovers.check_integrity()
         unknown = self._known_somewhere() - {entry.agent for entry in self.registry.entries()}
         assert not unknown, f"tables speak of unknown agents {sorted(unknown)}"
-        assert self._warm.keys() == self._tokens.keys()
-        assert all(len(warm) <= MAX_WARM_REPLICAS for warm in self._warm.values())
+        assert all(len(use.warm) <= MAX_WARM_REPLICAS for use in self._uses.values())
+
+
+_NO_USE = _Use()
+
+
+def _learner_settings(s: SchedulerSettings) -> dict[str, Any]:
+    return {
+        "smoothing": s.smoothing,
+        "half_life": s.half_life,
+        "epsilon": s.epsilon,
+        "max_contexts": CONTEXTS_PER_AGENT * s.max_agents,
+    }
 
 
 class StateFormatError(ValueError):
@@ -492,26 +574,35 @@ def _payload(
     complete: bool,
 ) -> dict[str, Any]:
     return {
-        "format": FORMAT_VERSION,
+        "format": PAYLOAD_VERSION,
         "version": snapshot.version,
         "complete": complete,
         "predictability": round(snapshot.predictability, 4),
         "handovers": snapshot.num_handovers,
         "observations": snapshot.num_observations,
         "live_sessions": num_sessions,
+        "groups": [
+            {"id": group, "predictability": round(found.r, 4), "handovers": found.num_handovers}
+            for group, found in sorted(snapshot.groups.items(), key=lambda item: (-item[1].num_handovers, item[0]))
+        ],
         "agents": sorted(agents, key=lambda agent: (-agent["requests"], agent["id"])),
         "transitions": sorted(edges, key=lambda edge: (edge["source"], -edge["count"], edge["target"])),
     }
 
 
 def _cleaned(o: Observation) -> Observation | None:
-    """The observation with bounded strings and non-negative counts, None when it names no replica or no time."""
+    """The observation with bounded strings and non-negative counts, None when it names no replica or no time.
+
+    Names of agents are cleaned by the registry.
+    """
     try:
+        if _is_clean(o):
+            return o
         if not isinstance(o.replica, str) or not o.replica or not math.isfinite(o.time_s):
             return None
         return Observation(
             session=o.session[:MAX_ID_CHARS] if isinstance(o.session, str) and o.session else None,
-            agent=clean_agent_name(o.agent),
+            agent=o.agent,
             sketch=o.sketch if isinstance(o.sketch, AnchorSketch) else None,
             model=str(o.model)[:MAX_ID_CHARS],
             replica=o.replica[:MAX_ID_CHARS],
@@ -523,3 +614,22 @@ def _cleaned(o: Observation) -> Observation | None:
         )
     except (AttributeError, TypeError, ValueError, OverflowError):
         return None
+
+
+def _is_clean(o: Observation) -> bool:
+    """Whether nothing of an observation has to change, as is nearly always so."""
+    sketch, session = o.sketch, o.session
+    return (
+        type(o.replica) is type(o.node) is type(o.model) is str
+        and 0 < len(o.replica) <= MAX_ID_CHARS
+        and len(o.node) <= MAX_ID_CHARS
+        and len(o.model) <= MAX_ID_CHARS
+        and (session is None or (type(session) is str and 0 < len(session) <= MAX_ID_CHARS))
+        and (sketch is None or type(sketch) is AnchorSketch)
+        and type(o.time_s) is float
+        and math.isfinite(o.time_s)
+        and type(o.prompt_tokens) is type(o.cached_tokens) is type(o.reused_tokens) is int
+        and o.prompt_tokens >= 0
+        and o.cached_tokens >= 0
+        and o.reused_tokens >= 0
+    )

@@ -193,3 +193,36 @@ def print_predictions(report: Mapping[str, Any]) -> None:
             count = arm["predictions"]
             table.add_row(name, str(count), f"{arm['top_1'] / count:.1%}", f"{arm['top_3'] / count:.1%}")
         console.print(table)
+
+
+def print_scheduler(report: Mapping[str, Any]) -> None:
+    """Print what `ropewalk bench scheduler` found."""
+    console = Console()
+    console.width = max(console.width, 120)  # four columns of medians with quartiles
+    scaling = report["scaling"]
+    heads = [f"{found['num_agents']:,} agents" for found in scaling]
+    title = f"{report['num_replicas']} replicas, {report['num_sessions']} sessions; processor µs a call (quartiles)"
+    costs = _table(title, "call", *heads)
+    for row in zip(*(found["costs"] for found in scaling), strict=True):
+        costs.add_row(row[0]["name"], *(microseconds(entry) for entry in row))
+    console.print(costs)
+    sizes = _table("state: bytes as JSON, and what it knows", "part", *heads)
+    for part in scaling[0]["bytes"]:
+        sizes.add_row(part, *(f"{found['bytes'][part]:,}" for found in scaling))
+    sizes.add_section()
+    for label, key in (("agents recognised", "agents_recognised"), ("contexts learned", "contexts")):
+        sizes.add_row(label, *(f"{found[key]:,}" for found in scaling))
+    console.print(sizes)
+    if report["recognition"]:
+        title = "six unnamed agents behind headers that never repeat; sentences, and the last third of the turns"
+        table = _table(title, "shared", "own", "header", "right", "after a restart", "agents known")
+        for mix in report["recognition"]:
+            shares = (f"{mix['right']:.1%}", f"{mix['right_restarted']:.1%}")
+            table.add_row(str(mix["preamble"]), str(mix["own"]), str(mix["header"]), *shares, str(mix["agents_known"]))
+        console.print(table)
+
+
+def microseconds(entry: Mapping[str, Any]) -> str:
+    """Median and quartiles, to a tenth below a hundred."""
+    form = ".1f" if entry["median_us"] < 100 else ",.0f"
+    return f"{entry['median_us']:{form}} ({entry['lower_us']:{form}}–{entry['upper_us']:{form}})"

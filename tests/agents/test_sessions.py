@@ -12,12 +12,21 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from ropewalk.agents.sessions import MAX_REPLICAS, SessionTable
 
 
-def test_a_turn_returns_the_agent_of_the_turn_before() -> None:
+def test_a_turn_returns_the_agents_before_it() -> None:
     table = SessionTable()
-    assert table.update("s", "planner", "r0", 1.0) is None
-    assert table.update("s", "coder", "r0", 2.0) == "planner"
-    assert table.update("s", None, "r0", 3.0) == "coder"
-    assert table.update("s", "planner", "r0", 4.0) == "coder", "an unrecognised turn keeps the agent"
+    assert table.update("s", "planner", "r0", 1.0) == ()
+    assert table.update("s", "coder", "r0", 2.0) == ("planner",)
+    assert table.update("s", None, "r0", 3.0) == ("planner", "coder")
+    assert table.update("s", "planner", "r0", 4.0) == ("planner", "coder"), "an unrecognised turn keeps the agents"
+
+
+def test_the_last_three_agents_are_kept_and_a_repeat_is_none_of_them() -> None:
+    table = SessionTable()
+    for i, agent in enumerate("aabbbcdd"):
+        table.update("s", agent, "r0", float(i))
+    state = table.get("s")
+    assert state is not None
+    assert (state.past, state.agent, state.group) == (("b", "c", "d"), "d", "a")
 
 
 def test_a_turn_that_is_reported_late_changes_nothing_about_where_the_session_stands() -> None:
@@ -27,8 +36,32 @@ def test_a_turn_that_is_reported_late_changes_nothing_about_where_the_session_st
     assert table.update("s", "solver", "r1", 2.0) is None
     state = table.get("s")
     assert state is not None
-    assert (state.agent, state.replicas, state.num_turns) == ("calculator", ("r0", "r1"), 3)
-    assert table.update("s", "reviewer", "r0", 4.0) == "calculator"
+    assert (state.past, state.replicas, state.num_turns) == (("planner", "calculator"), ("r0", "r1"), 3)
+    assert table.update("s", "reviewer", "r0", 4.0) == ("planner", "calculator")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "past"),
+    [
+        ("a", "x", ("x", "b", "c")),
+        ("a", "b", ("b", "c")),
+        ("b", "a", ("a", "c")),
+        ("b", None, ("c",)),
+        ("c", None, ()),
+        ("d", None, ("a", "b", "c")),
+    ],
+)
+def test_pasts_follow_renames_and_forget_what_lies_before_a_gap(
+    old: str, new: str | None, past: tuple[str, ...]
+) -> None:
+    table = SessionTable()
+    for i, agent in enumerate("abc"):
+        table.update("s", agent, "r0", float(i))
+    table.rename_agent(old, new)
+    table.check_integrity()
+    state = table.get("s")
+    assert state is not None
+    assert state.past == past
 
 
 def test_replicas_are_listed_most_recent_first_and_bounded() -> None:
@@ -71,6 +104,7 @@ class SessionMachine(RuleBasedStateMachine):
         super().__init__()
         self.table = SessionTable(max_sessions=4, ttl_s=20)
         self.now = 0.0
+        self.forgot = False
 
     @rule(
         session=st.sampled_from("abcdefg"),
@@ -84,11 +118,13 @@ class SessionMachine(RuleBasedStateMachine):
         state = self.table.get(session)
         assert state is not None
         assert agent is None or state.agent == agent
+        assert state.agent is None or state.group is not None or self.forgot
 
     @rule(old=st.sampled_from(["x", "y"]), new=st.none() | st.sampled_from(["y", "z"]))
     def rename(self, old: str, new: str | None) -> None:
         self.table.rename_agent(old, new)
-        assert old == new or old not in self.table.live_agents()
+        self.forgot = self.forgot or new is None
+        assert old == new or old not in self.table.agents()
 
     @rule()
     def reload(self) -> None:

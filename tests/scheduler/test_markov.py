@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ropewalk.scheduler.markov import EPSILON, MAX_SUCCESSORS, VariableOrder, top_hits
+from ropewalk.scheduler.packing import pack
 
 agents = st.sampled_from("abcd")
 sequences = st.lists(st.lists(agents, max_size=12), max_size=8)
@@ -104,7 +105,6 @@ def test_memory_is_bounded_and_what_is_left_is_sound(given_sequences):
     learner = learned(given_sequences, 3, max_contexts=20)
     learner.check_integrity()
     assert learner.num_contexts <= 20
-    assert () in learner._counts or not any(given_sequences), "on it all others fall back"
 
 
 def test_successors_are_bounded():
@@ -113,6 +113,58 @@ def test_successors_are_bounded():
         learner.observe(["a"], f"agent {number}")
     assert len(learner.counts(["a"])) == MAX_SUCCESSORS
     assert f"agent {3 * MAX_SUCCESSORS - 1}" in learner.counts(["a"])
+    assert len(learner.counts([])) == 3 * MAX_SUCCESSORS, "how frequent an agent is is known of all"
+
+
+@given(sequences, st.integers(0, 3), st.sampled_from(["back-off", "additive"]), st.lists(agents, max_size=4))
+def test_a_hand_over_is_to_another_agent(given_sequences, order, smoothing, past):
+    learner = learned(given_sequences, order, smoothing=smoothing)
+    whole, found = learner.distribution(past), learner.handover(past)
+    others = {agent: p for agent, p in whole.items() if agent not in past[-1:]}
+    assert found == pytest.approx({agent: p / sum(others.values()) for agent, p in others.items()})
+    likely = learner.likely(past, 0.2)
+    seen = learner.counts(past[-1:] if order else ())
+    if smoothing == "back-off" or order < 2:
+        assert likely == pytest.approx({agent: p for agent, p in found.items() if p >= 0.2 and agent in seen})
+
+
+def test_what_has_faded_is_forgotten():
+    learner = VariableOrder(1, half_life=5)
+    for agent in ["b", *"c" * 200]:
+        learner.observe(["a"], agent)
+    assert learner.counts(["a"]).keys() == {"c"}
+
+
+@given(sequences, st.sampled_from("abcd"), st.sampled_from("abcde"))
+def test_what_was_learned_stays_sound_through_renames_and_json(given_sequences, old, new):
+    learner = learned(given_sequences, 3, max_contexts=30)
+    learner.rename(old, new)
+    learner.check_integrity()
+    assert old == new or old not in learner.agents
+    VariableOrder.from_dict(json.loads(json.dumps(learner.to_dict())), 3, max_contexts=30)
+    for sequence in given_sequences:
+        for position, agent in enumerate(sequence):
+            learner.observe(sequence[:position], agent)
+    learner.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"agents": ["a"]},
+        {"shapes": pack([255], "u1")},
+        {"counts": pack([], "<f2")},
+        {"counts": pack([0.0] * 3, "<f2")},
+        {"counts": pack([float("nan")] * 3, "<f2")},
+        {"contexts": "?"},
+        {"frequent": pack([1.0], "<f2")},
+    ],
+)
+def test_damaged_contexts_are_refused(damage):
+    data = learned(["abc"], 2).to_dict()
+    assert VariableOrder.from_dict(data, 2).to_dict() == data
+    with pytest.raises((ValueError, IndexError)):
+        VariableOrder.from_dict({**data, **damage}, 2)
 
 
 @given(sequences, st.integers(0, 3), st.lists(agents, max_size=3))
