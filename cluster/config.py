@@ -87,6 +87,7 @@ class ModelConfig(_Settings):
     reuse: Literal["exact", "reuse"] = "exact"
     edits: Literal["amortize", "forget"] | None = None
     policies: list[str] = []
+    retention: Literal["lru", "ttl", "anchors", "first-order", "foresight"] = "foresight"
     max_model_len: int | None = Field(default=None, ge=64)
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     cpus_per_replica: int | None = Field(default=None, ge=1)

@@ -209,6 +209,11 @@ class Engine:
         while not self.run(self.llm.reset_prefix_cache()):
             assert time.monotonic() < deadline, "blocks are held for ever"
 
+    def forget_everything(self) -> None:
+        """Empty the prefix cache, and make the engine forget what it has learned of sessions and agents."""
+        self.forget_prefixes()
+        self.run(self.llm.reset_prefix_cache(reset_connector=True))
+
     def settle(self) -> None:
         """Wait until what was answered is stored."""
         if self.store_root is not None:

@@ -226,3 +226,35 @@ def microseconds(entry: Mapping[str, Any]) -> str:
     """Median and quartiles, to a tenth below a hundred."""
     form = ".1f" if entry["median_us"] < 100 else ",.0f"
     return f"{entry['median_us']:{form}} ({entry['lower_us']:{form}}–{entry['upper_us']:{form}})"
+
+
+def print_retention(report: Mapping[str, Any]) -> None:
+    """Print what `ropewalk bench retention` found: hit rates, and shares of the gap to the optimum that are closed."""
+    console = Console()
+    for workload, about in report["workloads"].items():
+        cells = [entry for entry in report["cells"] if entry["workload"] == workload]
+        title = (
+            f"{workload}: {about['turns']} turns of {about['sessions']} sessions, {about['agents']} agents, "
+            f"prompts of {about['prompt_tokens']:.0f} tokens"
+        )
+        table = _table(title, "hit rate (of the gap, closed)", *(f"{entry['blocks']} blocks" for entry in cells))
+        for arm in cells[0].get("engine") or cells[0]["model"]:
+            table.add_row(arm, *(_rate_and_share(entry, arm) for entry in cells))
+        table.add_row(
+            "ttl, best of others (model)", *(f"{max(entry['model_other_ttls'].values()):.1%}" for entry in cells)
+        )
+        table.add_row("clairvoyant optimum", *(f"{entry['optimum']:.1%}" for entry in cells))
+        table.add_row("unlimited", *(f"{entry['unlimited']:.1%}" for entry in cells))
+        if "prediction_adds" in cells[0]:
+            table.add_row("prediction adds, points", *(f"{100 * entry['prediction_adds']:+.1f}" for entry in cells))
+        console.print(table)
+    measured = [entry for entry in report["cells"] if "engine" in entry]
+    if measured:
+        most = max(abs(rate - entry["model"][arm]) for entry in measured for arm, rate in entry["engine"].items())
+        console.print(f"The model of the cache differs from the engine by {100 * most:.2f} points at most.")
+
+
+def _rate_and_share(entry: Mapping[str, Any], arm: str) -> str:
+    rate = (entry.get("engine") or entry["model"])[arm]
+    share = entry.get("closed", {}).get(arm)
+    return f"{rate:.1%}" if share is None or arm == "lru" else f"{rate:.1%} ({share:.0%})"

@@ -6,7 +6,7 @@ import argparse
 import importlib
 from typing import Any
 
-STUDIES = ("reuse", "roc", "splice", "predict", "scheduler")
+STUDIES = ("reuse", "roc", "splice", "predict", "scheduler", "retention")
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:

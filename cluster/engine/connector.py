@@ -31,6 +31,7 @@ from ropewalk.agents.lineage import Mark
 from ropewalk.cluster.engine.facts import engine_facts
 from ropewalk.cluster.engine.layouts import KvLayout, UnsupportedLayout, find_layout
 from ropewalk.cluster.engine.loader import Load, Loader, LoadPart, reason_of
+from ropewalk.cluster.engine.pool import PoolOrder
 from ropewalk.cluster.engine.request import PARAMS_KEY
 from ropewalk.cluster.engine.saver import Saver, save_part
 from ropewalk.cluster.engine.saves import HELD_SHARE, Save, SaveQueue, slots_of
@@ -39,6 +40,7 @@ from ropewalk.cluster.engine.stores import OpenStores, Place
 from ropewalk.kernels.keys import as_tokens
 from ropewalk.kernels.rope import RotaryFacts
 from ropewalk.scheduler.plan import Plan
+from ropewalk.scheduler.retention import RULES
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
@@ -140,6 +142,11 @@ class RopewalkConnector(KVConnectorBase_V1):
         self._engine = uuid.uuid4().hex
         self._counters: Counter[str] = Counter()
         self._block_pool: BlockPool | None = None
+        self._order: PoolOrder | None = None
+        if self._settings.retention != "lru":
+            self._order = PoolOrder(RULES[self._settings.retention], self._block_size)
+        self._turns: dict[str, tuple[str, str]] = {}
+        """Session and agent of each request that is a turn."""
         # Worker half
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._layout: KvLayout | None = None
@@ -155,10 +162,13 @@ class RopewalkConnector(KVConnectorBase_V1):
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._block_pool = gpu_block_pool
         self._queue.max_blocks = int(HELD_SHARE * gpu_block_pool.num_gpu_blocks)
+        if self._order is not None and gpu_block_pool.enable_caching:
+            self._order.bind(gpu_block_pool)
 
     def on_new_request(self, request: Request) -> None:
         """Follow a request that carries a plan, and give blocks that are not exact hashes of their own domain."""
         params = (request.kv_transfer_params or {}).get(PARAMS_KEY)
+        self._begin_turn(request.request_id, params or {})
         if not params or "plan" not in params or self._refused:
             return
         plan = Plan.from_params(params["plan"])
@@ -184,9 +194,11 @@ class RopewalkConnector(KVConnectorBase_V1):
         """
         tracked = self._tracked.get(request.request_id)
         if tracked is None or request.skip_reading_prefix_cache:
+            self._make_room(request, num_computed_tokens)
             return 0, False
         if self._must_wait(tracked, num_computed_tokens):
             return None, False
+        self._make_room(request, num_computed_tokens)
         store = self._stores.get(tracked.place)
         # What a stage is there to compute is not missing.
         expected = request.num_prompt_tokens - 1
@@ -208,6 +220,27 @@ class RopewalkConnector(KVConnectorBase_V1):
         end = min(end, request.num_prompt_tokens - 1)
         tracked.num_local = num_computed_tokens
         return max(end - num_computed_tokens, 0), False
+
+    def _begin_turn(self, request_id: str, params: dict[str, Any]) -> None:
+        if self._order is None or params.get("is_stage"):
+            return
+        turn = params.get("turn") or {}
+        for session in turn.get("ended", ()):
+            self._order.rule.end(session)
+        # Who names no session has one turn in a session of their own.
+        session, agent = turn.get("session") or request_id, turn.get("agent") or ""
+        self._turns[request_id] = session, agent
+        at_s = turn.get("at_s")
+        self._order.rule.begin(session, agent, time.monotonic() if at_s is None else at_s)
+
+    def _make_room(self, request: Request, num_computed_tokens: int) -> None:
+        if self._order is not None:
+            self._order.make_room(request, num_computed_tokens)
+
+    def _end_turn(self, request: Request, num_tokens: int) -> None:
+        turn = self._turns.pop(request.request_id, None)
+        if turn is not None and self._order is not None:
+            self._order.used(*turn, request, num_tokens)
 
     def _must_wait(self, tracked: _Tracked, num_computed_tokens: int) -> bool:
         """Tell whether the other requests of a batched plan have to come first."""
@@ -313,6 +346,7 @@ class RopewalkConnector(KVConnectorBase_V1):
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Queue what the request computed for saving; its blocks are held until its rows are out of the cache."""
+        self._end_turn(request, min(request.num_computed_tokens, len(block_ids) * self._block_size))
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return False, None
@@ -465,7 +499,9 @@ class RopewalkConnector(KVConnectorBase_V1):
     # Both
 
     def reset_cache(self) -> bool:
-        """Say that the store was not emptied: it outlives an engine, and new weights need a new engine."""
+        """Forget who uses which block; say that the store was not emptied, which outlives an engine."""
+        if self._order is not None:
+            self._order.forget()
         return False
 
     @property

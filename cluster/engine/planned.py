@@ -76,6 +76,7 @@ class PlannedEngine:
         )
         self._num_running = 0
         self._num_started = 0
+        self._ended: list[str] = []
         self._preparing = asyncio.Lock()
         self._prepared = False
         self._rotary_summary: dict[str, Any] | None = None
@@ -131,6 +132,10 @@ class PlannedEngine:
                 logger.warning("Position-independent reuse is off: %s", refused)
             self._reuse_refused = refused
             self._prepared = True
+
+    def end_session(self, tenant: str, session: str) -> None:
+        """Note that a session will not go on: the engine need not keep what only it would use."""
+        self._ended.append(f"{tenant}/{session}")
 
     async def settle(self) -> None:
         """Wait until what was answered is stored and noted."""
@@ -351,11 +356,19 @@ class PlannedEngine:
             "tenant": settings.tenant,
             "is_stage": is_stage,
             "keep": settings.keep,
+            "turn": None if is_stage else self._turn(settings),
             "rotate": settings.rotate,
             "group": group,
             "member": member,
         }
         return _set_params(sampling_params, {PARAMS_KEY: params})
+
+    def _turn(self, settings: RequestSettings) -> dict[str, Any]:
+        """What the engine has to know to keep what will be used again; ended sessions are told with whoever is next."""
+        ended, self._ended = self._ended, []
+        session = None if settings.session is None else f"{settings.tenant}/{settings.session}"
+        agent = settings.agent or settings.recognised
+        return {"session": session, "agent": agent, "at_s": settings.at_s, "ended": ended}
 
     def _take_settings(self, sampling_params: SamplingParams) -> RequestSettings:
         params = ((sampling_params.extra_args or {}).get("kv_transfer_params") or {}).get(PARAMS_KEY)

@@ -28,7 +28,8 @@ class RequestSettings:
     (only KV that equals what a prefill would compute) or `reuse` (position-independent chunks are welcome too). KV is
     never shared between tenants.
 
-    `session` names the conversation. `edits` says what it means that its history has changed: `amortize` splices,
+    `session` names the conversation, `agent` who has its turn; `recognised` is the agent that an unnamed one is taken
+    for. `edits` says what it means that its history has changed: `amortize` splices,
     `forget` computes everything from the change on and drops what was held; None is as the session was told before,
     else a new prompt like any other. `directives` are `[start, end, replacement ids, mode]` each; with `apply`, they
     hold from now on: the client's later prompts are edited likewise. `expects_splice`: the request was edited before it
@@ -37,14 +38,17 @@ class RequestSettings:
     were said of; a prompt that was rendered otherwise is refused.
 
     The rest is for studies of quality, and never set by the HTTP layer. `rotate=False` takes reused keys as they were
-    computed, at the wrong positions. `boundary` overrides how many tokens at the beginning of each reused stretch are
-    computed. `keep=False` leaves nothing behind: what the request computes is neither stored nor found by others.
+    computed, at the wrong positions. `boundary` overrides how many
+    tokens at the beginning of each reused stretch are computed. `keep=False` leaves nothing behind: what the request
+    computes is neither stored nor found by others. `at_s` is when the turn begins, in seconds, for replays that are
+    faster than what they replay.
     """
 
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
     mode: Mode = "exact"
     session: str | None = None
     agent: str | None = None
+    recognised: str | None = None
     tenant: str = "default"
     explain: bool = False
     edits: Edits | None = None
@@ -56,6 +60,7 @@ class RequestSettings:
     rotate: bool = True
     boundary: int | None = None
     keep: bool = True
+    at_s: float | None = None
 
     def to_params(self) -> dict[str, Any]:
         """The value of `kv_transfer_params["ropewalk"]`."""

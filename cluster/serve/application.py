@@ -97,6 +97,7 @@ def engine_settings(config: ClusterConfig, model: ModelConfig, store_root: Path)
             "store_budget_bytes": config.store.budget or 0,
             "disk_root": config.store.disk_root,
             "disk_budget_bytes": config.store.disk_budget or 0,
+            "retention": model.retention,
             "carve_out": model.chunking.carve_out,
             "min_run": model.chunking.min_run,
             "boundary": model.chunking.boundary_recompute,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ropewalk.agents.sketch import anchor_sketch
@@ -25,6 +26,18 @@ class Observer:
         self._node = node
         self._client = SchedulerClient(settings)
         self._num_failures = 0
+
+    def recognise(self, request: Any, settings: RequestSettings) -> RequestSettings:
+        """Say which agent an unnamed one of a session is taken for, by what the scheduler has learned of anchors."""
+        if settings.agent is not None or settings.session is None or settings.scratch:
+            return settings
+        try:
+            agent = self._client.snapshot.agent_of(None, anchor_sketch(anchor_body(request)))
+        except Exception:
+            self._num_failures += 1
+            logger.exception("An agent could not be recognised")
+            return settings
+        return replace(settings, recognised=agent)
 
     def observe(self, request: Any, settings: RequestSettings, reports: list[RequestReport]) -> None:
         """Hand over what `request` was and what the engine reported about it."""

@@ -122,6 +122,8 @@ class AgentServer(LLMServer):
         except RequestRefused as refused:
             yield ErrorResponse(error=ErrorInfo(**refused.error()))
             return
+        if self._observer is not None:
+            settings = self._observer.recognise(request, settings)
         request.kv_transfer_params = {PARAMS_KEY: settings.to_params()}
         reports: list[RequestReport] = []
 
@@ -189,6 +191,7 @@ class AgentServer(LLMServer):
     async def delete_session(self, name: str) -> dict[str, Any]:
         """Forget a session on this node."""
         turns = self.engine.planned.turns
+        self.engine.planned.end_session(DEFAULT_TENANT, name)
         return {"deleted": await turns.call(turns.sessions.delete, DEFAULT_TENANT, name)}
 
     async def settle(self) -> dict[str, Any]:

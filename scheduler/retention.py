@@ -1,0 +1,435 @@
+"""Which blocks of a KV cache are worth keeping: the order of eviction, by rules that can be compared.
+
+Every rule sees the same: which agent's turn begins in which session, and which blocks that turn uses. A block's *worth*
+says in which order free blocks go, lowest first; among equals the least recently used goes first, and of one prompt the
+last block, since a block is of use only behind all those before it.
+
+    Lru            what plain vLLM does
+    TtlPin         a turn's blocks stay for some seconds after it (Continuum, arXiv 2511.02230)
+    Anchors        blocks that several sessions have used outlive those of one session; nothing is predicted
+    FirstOrder     CacheScout's score (arXiv 2608.14624): hops over likely hand-overs, of first order
+    Foresight      how soon each block is expected to be used again
+
+No clock, no vLLM: times are in seconds and come with the calls.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TypeVar
+
+from ropewalk.scheduler.markov import MAX_ORDER, VariableOrder
+
+Block = Hashable
+AnyBlock = TypeVar("AnyBlock", bound=Hashable)
+Past = tuple[str, ...]
+
+TTL_S = 0.3
+"""Seconds that Continuum pins a program's KV for, in CacheScout's comparison."""
+
+DELTA = 0.01
+LAMBDA = 0.005
+TAU = 0.1
+MAX_HOPS = 6
+"""CacheScout's: floor of both factors, decay a turn, likely hand-overs, and `E_max`."""
+
+FORGOTTEN = 100
+"""Turns of all sessions after which `FirstOrder` takes a session to have ended."""
+
+MAX_SESSIONS = 4096
+MAX_BLOCKS = 1 << 16
+"""Sessions and blocks remembered, least recently used forgotten. About 10 MB at most."""
+
+HORIZON = 12
+"""Turns of a session that are looked ahead."""
+
+BEAM = 12
+"""Pasts that are followed at each turn ahead, likeliest first."""
+
+LEAST = 0.004
+"""Probability below which a continuation is not followed."""
+
+SILENCE = 6.0
+"""Mean pauses after which a session is taken to have ended."""
+
+NEWCOMERS = 0.3
+"""Share of an agent's turns that is expected to come from sessions that nobody knows yet."""
+
+END = "\0end"
+"""What follows the last turn of a session, for the learner."""
+
+MAX_TURNS = 256
+"""Turns of a session that are told apart when it is learned how long sessions are."""
+
+LOSS_FADES = 0.98
+"""What is left of a predictor's losses with each new one."""
+
+STALE_AFTER = 64
+"""Observations after which an outlook is computed anew, unless its session moved on before."""
+
+
+@dataclass(slots=True)
+class Use:
+    """Who has used a block: one `session` (None: several), which `agents`, when last (number of the turn, seconds), and
+    how many blocks stand before it."""
+
+    session: str | None
+    agents: set[str]
+    turn: int
+    time_s: float
+    depth: int
+
+
+class Retention:
+    """What all rules know: turns and the blocks that they use. This one evicts the least recently used."""
+
+    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
+        self.max_blocks = max_blocks
+        self.num_turns = 0
+        self.now_s = 0.0
+        self._uses: OrderedDict[Block, Use] = OrderedDict()
+
+    def begin(self, session: str, agent: str, now_s: float) -> None:
+        """Note that a turn of `agent` begins in a session."""
+        self.num_turns += 1
+        self.now_s = max(self.now_s, now_s)
+
+    def used(self, session: str, agent: str, blocks: Iterable[Block]) -> None:
+        """Note that the turn uses these blocks, in the order of its tokens."""
+        for depth, block in enumerate(blocks):
+            use = self._uses.get(block)
+            if use is None:
+                self._uses[block] = Use(session, {agent}, self.num_turns, self.now_s, depth)
+                continue
+            if use.session != session:
+                use.session = None
+            use.agents.add(agent)
+            use.turn, use.time_s = self.num_turns, self.now_s
+            self._uses.move_to_end(block)
+        while len(self._uses) > self.max_blocks:
+            self._uses.popitem(last=False)
+
+    def end(self, session: str) -> None:
+        """Note that a session will not go on."""
+
+    def worth(self, use: Use) -> float:
+        """Return how much a block is worth that was used like this."""
+        return 0.0
+
+    def victims(self, blocks: Sequence[AnyBlock], count: int) -> list[AnyBlock]:
+        """Return the `count` blocks that are worth least, the first to go first. Unknown ones are worth nothing."""
+        return heapq.nsmallest(count, blocks, key=self.rank)
+
+    def rank(self, block: Block) -> tuple[float, int, int]:
+        """Return what orders blocks for eviction, lowest first."""
+        use = self._uses.get(block)
+        return (-1.0, 0, 0) if use is None else (self.worth(use), use.turn, -use.depth)
+
+
+Lru = Retention
+
+
+class TtlPin(Retention):
+    """Blocks used within the last `ttl_s` seconds go last."""
+
+    def __init__(self, ttl_s: float = TTL_S, max_blocks: int = MAX_BLOCKS) -> None:
+        super().__init__(max_blocks)
+        self.ttl_s = ttl_s
+
+    def worth(self, use: Use) -> float:
+        return float(self.now_s - use.time_s <= self.ttl_s)
+
+
+class Anchors(Retention):
+    """Blocks of several sessions go last."""
+
+    def worth(self, use: Use) -> float:
+        return float(use.session is None)
+
+
+class FirstOrder(Retention):
+    """`(p_surv + delta) · (exp(-lambda · age) + delta)`, `age` in turns of all sessions; only anchors have a survival.
+
+    `p_surv = 1 - min(E, E_max) / E_max`, averaged over the live sessions, `E` hops over hand-overs of at least `tau`.
+    """
+
+    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
+        super().__init__(max_blocks)
+        self._learner = VariableOrder(1, smoothing="additive", half_life=math.inf)
+        self._at: OrderedDict[str, tuple[str, int]] = OrderedDict()
+        self._survival: dict[str, float] = {}
+
+    def begin(self, session: str, agent: str, now_s: float) -> None:
+        super().begin(session, agent, now_s)
+        before = self._at.pop(session, None)
+        if before is None or before[0] != agent:
+            self._learner.observe(() if before is None else (before[0],), agent)
+        self._at[session] = agent, self.num_turns
+        while self._at and next(iter(self._at.values()))[1] <= self.num_turns - FORGOTTEN:
+            self._at.popitem(last=False)
+        standing = defaultdict[str, int](int)
+        for at, _ in self._at.values():
+            standing[at] += 1
+        total: defaultdict[str, float] = defaultdict(float)
+        for at, count in standing.items():
+            for other, hops in self._hops(at).items():
+                total[other] += count / len(self._at) * (1 - hops / MAX_HOPS)
+        self._survival = dict(total)
+
+    def end(self, session: str) -> None:
+        self._at.pop(session, None)
+
+    def _hops(self, agent: str) -> dict[str, int]:
+        hops, frontier = {agent: 0}, [agent]
+        for step in range(1, MAX_HOPS):
+            reached = []
+            for current in frontier:
+                seen = self._learner.counts((current,))
+                likely = [other for other, p in self._learner.predict((current,)) if p >= TAU and other in seen]
+                reached += [other for other in likely if other not in hops]
+                hops.update((other, step) for other in likely if other not in hops)
+            frontier = reached
+        return hops
+
+    def worth(self, use: Use) -> float:
+        survival = max((self._survival.get(agent, 0.0) for agent in use.agents), default=0.0)
+        survival *= use.session is None
+        return (survival + DELTA) * (math.exp(-LAMBDA * (self.num_turns - use.turn)) + DELTA)
+
+
+class Pauses:
+    """How long sessions pause between two turns: a histogram of seconds in steps of 30 %."""
+
+    EDGES = tuple(0.01 * 1.3**step for step in range(64))
+
+    def __init__(self) -> None:
+        # A few imagined pauses around a second, until real ones outweigh them.
+        self._counts = [0.5 * math.exp(-(((step - 18) / 6) ** 2)) for step in range(len(self.EDGES))]
+        self._survive: list[float] = []
+        self._mean_beyond: list[float] = []
+        self._update()
+
+    def add(self, seconds: float) -> None:
+        """Count a pause."""
+        self._counts[self._step(seconds)] += 1
+        self._update()
+
+    @property
+    def mean_s(self) -> float:
+        """The mean."""
+        return self._mean_beyond[0]
+
+    def longer(self, seconds: float) -> tuple[float, float]:
+        """Return the share of pauses that are longer, and how many seconds more they take in the mean."""
+        step = self._step(seconds)
+        # Where hardly any pause was as long, what is known of it is that it is long.
+        return self._survive[step], max(self._mean_beyond[step] - seconds, 0.5 * seconds, 0.1 * self.mean_s)
+
+    def _step(self, seconds: float) -> int:
+        return min(max(bisect.bisect_right(self.EDGES, seconds) - 1, 0), len(self.EDGES) - 1)
+
+    def _update(self) -> None:
+        total = sum(self._counts)
+        count = weight = 0.0
+        self._survive, self._mean_beyond = [0.0] * len(self.EDGES), [0.0] * len(self.EDGES)
+        for step in reversed(range(len(self.EDGES))):
+            count += self._counts[step]
+            weight += self._counts[step] * self.EDGES[step] * 1.14  # the middle of a step
+            self._survive[step] = count / total
+            self._mean_beyond[step] = weight / count
+
+
+class SessionEnds:
+    """How likely a session ends with the turn at hand: by its last agents, by how many turns it has had, or by both, as
+    far as each has foretold before."""
+
+    def __init__(self) -> None:
+        self._reached = [0.0] * MAX_TURNS
+        self._ended = [0.0] * MAX_TURNS
+        self._losses = [0.0, 0.0]
+
+    def probability(self, by_agents: float, num_turns: int) -> float:
+        """Return it, given what the agents alone say."""
+        best = max(self._losses)
+        one, other = (math.exp(loss - best) for loss in self._losses)
+        return min((one * by_agents + other * self._by_turns(by_agents, num_turns)) / (one + other), 0.999)
+
+    def observe(self, by_agents: float, num_turns: int, *, ended: bool) -> None:
+        """Learn that a session went on behind a turn, or did not."""
+        for index, p in enumerate((by_agents, self._by_turns(by_agents, num_turns))):
+            seen = max(p if ended else 1 - p, 1e-4)
+            self._losses[index] = LOSS_FADES * self._losses[index] + math.log(seen)
+        place = min(num_turns, MAX_TURNS - 1)
+        self._reached[place] += 1
+        self._ended[place] += ended
+
+    def _by_turns(self, by_agents: float, num_turns: int) -> float:
+        place = min(num_turns, MAX_TURNS - 1)
+        return (self._ended[place] + 0.5 * by_agents) / (self._reached[place] + 0.5)
+
+
+@dataclass(slots=True)
+class _Live:
+    """A session: its last agents, turns, when the last one began, whether it ends with it, and what comes then."""
+
+    past: Past = ()
+    num_turns: int = 0
+    last_s: float = 0.0
+    p_end: float = 0.0
+    outlook: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
+
+
+class Foresight(Retention):
+    """A block is worth the rate at which it is expected to be used, per second.
+
+        rate(s, a) = P(s goes on) · Σ_h P(a's next turn in s is the h-th) / (rest of the pause + (h - 1) · pause)
+
+    summed over the live sessions for a block of several sessions, alone for a block that one session has used. What
+    follows is learned with variable order (`markov.py`), every turn counted, repeats too; so is how sessions end, and
+    how long they pause. A session that is silent for `SILENCE` mean pauses has ended.
+    """
+
+    def __init__(self, order: int = MAX_ORDER, max_blocks: int = MAX_BLOCKS) -> None:
+        super().__init__(max_blocks)
+        self.order = order
+        self.pauses = Pauses()
+        self._learner = VariableOrder(order)
+        self._ends = SessionEnds()
+        self._live: OrderedDict[str, _Live] = OrderedDict()
+        self._outlooks: OrderedDict[Past, tuple[int, Mapping[str, Sequence[tuple[int, float]]]]] = OrderedDict()
+        self._num_observed = 0
+        self._began: list[float] = []
+        self._rates: dict[str, float] = {}
+        self._own: dict[str, dict[str, float]] = {}
+
+    def begin(self, session: str, agent: str, now_s: float) -> None:
+        super().begin(session, agent, now_s)
+        live = self._live.pop(session, None)
+        if live is None:
+            live = _Live()
+            self._observe((), agent)
+        else:
+            self.pauses.add(max(now_s - live.last_s, 0.0))
+            self._went_on(live, agent)
+        live.past = (*live.past, agent)[-MAX_ORDER:]
+        live.num_turns += 1
+        live.last_s = now_s
+        live.p_end = self._ends.probability(self._p_end(live.past), live.num_turns)
+        live.outlook = self._outlook(live.past)
+        self._live[session] = live
+        if len(self._live) > MAX_SESSIONS:
+            self._live.popitem(last=False)
+        silent = self.now_s - SILENCE * self.pauses.mean_s
+        while (first := next(iter(self._live))) != session and self._live[first].last_s < silent:
+            self.end(first)
+        self._began.append(now_s)
+        del self._began[:-300]
+        # With many sessions, one turn hardly changes the sum over all.
+        if self.num_turns % max(len(self._live) // 64, 1) == 0:
+            self._sum_up()
+
+    def end(self, session: str) -> None:
+        live = self._live.pop(session, None)
+        if live is not None:
+            self._went_on(live, END)
+        self._own.pop(session, None)
+
+    def worth(self, use: Use) -> float:
+        if use.session is None:
+            return sum(self._rates.get(agent, 0.0) for agent in use.agents)
+        if use.session not in self._live:
+            return 0.0
+        rates = self._own_rates(use.session)
+        return max((rates.get(agent, 0.0) for agent in use.agents), default=0.0)
+
+    def _went_on(self, live: _Live, following: str) -> None:
+        self._ends.observe(self._p_end(live.past), live.num_turns, ended=following == END)
+        self._observe(live.past, following)
+
+    def _observe(self, past: Past, following: str) -> None:
+        self._learner.observe(past, following)
+        self._num_observed += 1
+
+    def _p_end(self, past: Past) -> float:
+        return self._learner.distribution(past).get(END, 0.0)
+
+    def _sum_up(self) -> None:
+        self._own.clear()
+        newest = self._learner.counts(())
+        total = sum(newest.values())
+        elapsed = self._began[-1] - self._began[0]
+        turns_per_s = (len(self._began) - 1) / elapsed if elapsed > 0 else 0.0
+        rates = {agent: NEWCOMERS * turns_per_s * n / total for agent, n in newest.items()}
+        for session in self._live:
+            for agent, rate in self._own_rates(session).items():
+                rates[agent] = rates.get(agent, 0.0) + rate
+        self._rates = rates
+
+    def _own_rates(self, session: str) -> dict[str, float]:
+        """Rates of one session's agents; what was computed since the last sum stands."""
+        rates = self._own.get(session)
+        if rates is None:
+            live = self._live[session]
+            pause = self.pauses.mean_s
+            longer, rest = self.pauses.longer(self.now_s - live.last_s)
+            goes_on = (1 - live.p_end) * longer
+            goes_on /= goes_on + live.p_end
+            rates = {
+                agent: goes_on * sum(p / (rest + (turns - 1) * pause) for turns, p in times)
+                for agent, times in live.outlook.items()
+            }
+            self._own[session] = rates
+        return rates
+
+    def _outlook(self, past: Past) -> Mapping[str, Sequence[tuple[int, float]]]:
+        """Return when each agent has its next turn: `(h, P(it is the h-th from here))`, for `h` up to `HORIZON`."""
+        known = self._outlooks.get(past)
+        if known is not None and self._num_observed - known[0] < STALE_AFTER:
+            return known[1]
+        outlook: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
+        absent: defaultdict[str, float] = defaultdict(lambda: 1.0)
+        front: dict[Past, float] = {past: 1.0}
+        following: dict[Past, list[tuple[str, float]]] = {}
+        for turns in range(1, HORIZON + 1):
+            reached: defaultdict[Past, float] = defaultdict(float)
+            present: defaultdict[str, float] = defaultdict(float)
+            for current, weight in front.items():
+                if current not in following:
+                    following[current] = self._goes_on(current)
+                for agent, p in following[current]:
+                    if weight * p < LEAST:
+                        break
+                    present[agent] += weight * p
+                    reached[(*current, agent)[-MAX_ORDER:]] += weight * p
+            # An agent's first turn from here on: independent of whether it had one before, which is near enough.
+            for agent, p in present.items():
+                outlook[agent].append((turns, absent[agent] * min(p, 1.0)))
+                absent[agent] *= 1.0 - min(p, 1.0)
+            front = dict(heapq.nlargest(BEAM, reached.items(), key=lambda item: item[1]))
+        self._outlooks[past] = self._num_observed, outlook
+        self._outlooks.move_to_end(past)
+        if len(self._outlooks) > MAX_SESSIONS:
+            self._outlooks.popitem(last=False)
+        return outlook
+
+    def _goes_on(self, past: Past) -> list[tuple[str, float]]:
+        """Return who is next if the session goes on, likeliest first."""
+        found = [(agent, p) for agent, p in self._learner.predict(past) if agent != END]
+        total = sum(p for _, p in found)
+        return [(agent, p / total) for agent, p in islice(found, 16)] if total else []
+
+
+RULES: Mapping[str, type[Retention]] = {
+    "lru": Lru,
+    "ttl": TtlPin,
+    "anchors": Anchors,
+    "first-order": FirstOrder,
+    "foresight": Foresight,
+}
+"""By name, as settings have them."""

@@ -1,0 +1,190 @@
+"""Rules of eviction: what each keeps, and what they learn."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ropewalk.scheduler.retention import (
+    END,
+    RULES,
+    SILENCE,
+    Anchors,
+    FirstOrder,
+    Foresight,
+    Pauses,
+    Retention,
+    SessionEnds,
+    TtlPin,
+)
+
+PIPELINE = ("plan", "search", "write", "check")
+
+
+def play(rule: Retention, sessions: dict[str, list[str]], pause_s: float = 1.0) -> float:
+    """One turn of each session after the other; return the time of the last one."""
+    now_s = 0.0
+    for turn in range(max(map(len, sessions.values()))):
+        for session, agents in sessions.items():
+            if turn < len(agents):
+                now_s += pause_s / len(sessions)
+                use(rule, session, agents[turn], now_s)
+    return now_s
+
+
+def use(rule: Retention, session: str, agent: str, now_s: float) -> None:
+    rule.begin(session, agent, now_s)
+    rule.used(session, agent, ["all", f"{agent}", f"{session}/{agent}"])
+
+
+def test_plain_lru_gives_up_what_was_used_longest_ago_and_the_end_of_a_prompt_first():
+    rule = Retention()
+    use(rule, "s", "a", 0.0)
+    use(rule, "s", "b", 1.0)
+    assert rule.victims(["all", "a", "b", "s/a", "s/b", "unknown"], 6) == ["unknown", "s/a", "a", "s/b", "b", "all"]
+
+
+def test_a_pin_lasts_for_its_time():
+    rule = TtlPin(0.3)
+    use(rule, "s", "a", 0.0)
+    use(rule, "t", "b", 0.25)
+    rule.begin("u", "c", 0.4)
+    assert rule.victims(["s/a", "t/b"], 1) == ["s/a"]
+    assert rule.rank("t/b")[0] == 1.0
+    rule.begin("u", "c", 0.6)
+    assert rule.rank("t/b")[0] == 0.0
+
+
+@pytest.mark.parametrize("make", [Anchors, FirstOrder, Foresight])
+def test_what_several_sessions_use_outlives_what_one_does(make):
+    rule = make()
+    play(rule, {f"s{n}": list(PIPELINE) * 3 for n in range(4)})
+    for agent in PIPELINE:
+        assert rule.rank(agent) > rule.rank(f"s0/{agent}")
+
+
+def test_an_anchor_that_is_needed_soon_outlives_one_that_is_not():
+    """The paper's rule and ours; protecting all anchors alike goes by the last use alone."""
+    sessions = {f"s{n}": list(PIPELINE) * 5 for n in range(4)}
+    for rule in (FirstOrder(), Foresight()):
+        now_s = play(rule, sessions)
+        for n in range(4):  # all stand at `plan`: `search` is next, `check` last
+            use(rule, f"s{n}", "plan", now_s + 0.1 * n)
+        assert rule.rank("search")[0] > rule.rank("write")[0] > rule.rank("check")[0]
+
+
+def test_of_one_session_the_history_that_its_next_agent_will_read_outlives_the_others():
+    rule = Foresight()
+    now_s = play(rule, {f"s{n}": list(PIPELINE) * 5 for n in range(4)})
+    use(rule, "s1", "plan", now_s + 0.1)
+    ranks = [rule.rank(f"s1/{agent}") for agent in ("search", "write", "check", "plan")]
+    assert ranks == sorted(ranks, reverse=True)
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_what_only_an_ended_session_used_is_worth_nothing(is_told):
+    rule = Foresight()
+    now_s = play(rule, {f"s{n}": list(PIPELINE) * 5 for n in range(4)})
+    if is_told:
+        rule.end("s0")
+        use(rule, "s1", "plan", now_s + 0.1)
+    else:
+        for turn in range(40):
+            use(rule, "s1", PIPELINE[turn % 4], now_s + 1.0 + turn)
+        assert now_s + 40 > SILENCE * rule.pauses.mean_s
+    assert rule.rank("s0/search")[0] == 0.0
+    assert rule.rank("s1/search")[0] > 0.0
+
+
+def test_a_session_that_comes_back_behind_a_long_silence_is_one_again():
+    rule = Foresight()
+    now_s = play(rule, {"s": list(PIPELINE) * 5, "t": list(PIPELINE) * 5})
+    for turn in range(60):
+        use(rule, "t", PIPELINE[turn % 4], now_s + 1.0 + turn)
+    use(rule, "s", "plan", now_s + 70.0)
+    use(rule, "t", "plan", now_s + 70.5)
+    assert rule.rank("s/search")[0] > 0.0
+
+
+def test_how_sessions_end_is_learned_from_their_agents_and_from_how_long_they_are():
+    by_agents, by_length = Foresight(), Foresight()
+    for n in range(60):
+        for turn, agent in enumerate(["ask", "try"] * (2 + n % 3) + ["done"]):
+            by_agents.begin(f"s{n}", agent, 10.0 * n + turn)
+        by_agents.end(f"s{n}")
+        for turn in range(5):
+            by_length.begin(f"s{n}", random.Random(n + turn).choice("abc"), 10.0 * n + turn)
+        by_length.end(f"s{n}")
+    by_agents.begin("x", "ask", 700.0)
+    for turn in range(5):
+        by_length.begin("x", "a", 700.0 + turn)
+        assert (by_length._live["x"].p_end > 0.8) == (turn == 4)
+    assert by_agents._live["x"].p_end < 0.1
+    by_agents.begin("x", "done", 701.0)
+    assert by_agents._live["x"].p_end > 0.8
+
+
+def test_the_share_of_longer_pauses_falls_and_the_rest_is_never_nothing():
+    pauses = Pauses()
+    rng = random.Random(1)
+    drawn = [rng.expovariate(0.5) for _ in range(4000)]
+    for pause in drawn:
+        pauses.add(pause)
+    assert pauses.mean_s == pytest.approx(sum(drawn) / len(drawn), rel=0.15)
+    shares = [pauses.longer(seconds)[0] for seconds in (0.0, 1.0, 2.0, 5.0, 20.0, 1e6)]
+    assert shares == sorted(shares, reverse=True)
+    assert pauses.longer(2.0)[0] == pytest.approx(sum(pause > 2.0 for pause in drawn) / len(drawn), abs=0.1)
+    assert all(pauses.longer(seconds)[1] > 0 for seconds in (0.0, 1.0, 20.0, 1e6))
+
+
+def test_a_predictor_of_ends_that_is_wrong_loses_its_say():
+    ends = SessionEnds()
+    for number in range(300):
+        ends.observe(0.9, 1 + number % 9, ended=False)
+    assert ends.probability(0.9, 3) < 0.1
+
+
+def test_without_names_a_session_is_expected_to_go_on():
+    rule = Foresight()
+    for turn in range(10):
+        for session in ("s", "t"):
+            use(rule, session, "", turn + 0.5 * (session == "t"))
+    assert rule.rank("s/")[0] > 0.0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(sorted(RULES)),
+    st.lists(
+        st.tuples(st.integers(0, 4), st.sampled_from("abcd"), st.floats(0, 5), st.booleans()), min_size=1, max_size=80
+    ),
+)
+def test_any_turns_leave_an_order_of_all_blocks(name, turns):
+    rule = RULES[name](max_blocks=40)
+    now_s, blocks = 0.0, set()
+    for session, agent, pause_s, ends in turns:
+        now_s += pause_s
+        use(rule, f"s{session}", agent, now_s)
+        blocks |= {"all", agent, f"s{session}/{agent}"}
+        if ends:
+            rule.end(f"s{session}")
+    order = rule.victims(sorted(blocks), len(blocks))
+    assert sorted(order) == sorted(blocks)
+    assert [rule.rank(block) for block in order] == sorted(rule.rank(block) for block in blocks)
+    assert len(rule._uses) <= 40
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.sampled_from("abcd"), min_size=2, max_size=60))
+def test_an_outlook_is_of_probabilities(agents):
+    rule = Foresight()
+    for turn, agent in enumerate(agents):
+        rule.begin("s", agent, float(turn))
+    for times in rule._live["s"].outlook.values():
+        assert [turns for turns, _ in times] == sorted({turns for turns, _ in times})
+        assert all(p >= 0 for _, p in times)
+        assert sum(p for _, p in times) <= 1 + 1e-9
+    assert END not in rule._live["s"].outlook

@@ -1,0 +1,244 @@
+"""Turns of multi-agent sessions as token ids and times: what caches are judged with, on an engine or a model of one.
+
+    prompt    preamble (all agents) · anchor (the agent) · question and all former messages of the session
+    output    the agent's message
+
+Messages are as long as recorded or drawn; their tokens are made up, the same for the same text. Each session has one
+turn at a time; the pause from one to the next is log-normal. A session that ends makes room for the next one.
+"""
+
+from __future__ import annotations
+
+import gzip
+import heapq
+import json
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+PAUSE_S = 3.2
+"""Median seconds from one turn of a session to the next: what a call of a coding agent's model took
+(mini-swe-agent's runs on SWE-bench Lite)."""
+
+SPREAD = 0.5
+"""Standard deviation of a pause's logarithm: generation lengths vary, machines hardly. The coding agent's own calls
+have 1.37 (90 % within 18.4 s)."""
+
+CHARS_PER_TOKEN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TraceTurn:
+    """One request: who asks, when (seconds), the prompt's and the answer's token ids; whether its session ends."""
+
+    session: str
+    agent: str
+    time_s: float
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Lengths in tokens, and how many sessions are live at once."""
+
+    preamble: int = 128
+    anchor: int = 480
+    shortest: int = 24
+    longest: int = 64
+    max_prompt: int = 2400
+    concurrency: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    agent: str
+    anchor: str
+    num_anchor: int
+    name: str
+    length: int
+
+
+NextAgent = Callable[[random.Random, list[int]], int | None]
+"""Who speaks after these agents of a session, by number; None: the session ends."""
+
+NUM_AGENTS = 6
+
+
+def _selector(rng: random.Random, said: list[int]) -> int | None:
+    """A selector speaks every other turn. It mostly goes on to the next of five, at times asks the same one again;
+    when the last one has spoken, it ends the session two times out of five."""
+    if said[-1] != 0:
+        return 0
+    last = next((agent for agent in reversed(said) if agent), 0)
+    if last == NUM_AGENTS - 1 and rng.random() < 0.4:
+        return None
+    weights = [0.0] + [0.05] * (NUM_AGENTS - 1)
+    weights[1 + last % (NUM_AGENTS - 1)] = 0.6
+    if last:
+        weights[last] += 0.2
+    return rng.choices(range(NUM_AGENTS), weights)[0]
+
+
+def _pipeline(rng: random.Random, said: list[int]) -> int | None:
+    """One after the other; every other time, the result goes through once more."""
+    if said[-1] == NUM_AGENTS - 1 and rng.random() < 0.5:
+        return None
+    return (said[-1] + 1) % NUM_AGENTS
+
+
+def _debate(rng: random.Random, said: list[int]) -> int | None:
+    """A moderator, two pairs that argue, a judge."""
+    order = (0, 1, 2, 1, 2, 3, 4, 3, 4, 5)
+    place = len(said) % len(order)
+    if place == 0 and rng.random() < 0.6:
+        return None
+    return order[place]
+
+
+def _random(rng: random.Random, said: list[int]) -> int | None:
+    """Anybody else, and an end at any time."""
+    if rng.random() < 1 / 16:
+        return None
+    return rng.choice([agent for agent in range(NUM_AGENTS) if agent != said[-1]])
+
+
+PATTERNS: dict[str, NextAgent] = {
+    "selector": _selector,
+    "pipeline": _pipeline,
+    "debate": _debate,
+    "random": _random,
+}
+"""Group chats of six agents."""
+
+MAX_TURNS = 24
+
+
+def chat(pattern: str, num_sessions: int, seed: int = 0, sizes: Sizes = Sizes()) -> list[TraceTurn]:
+    """Return the turns of group chats of six agents, by time."""
+    rng = random.Random(f"{seed}/{pattern}")
+    sessions = []
+    for number in range(num_sessions):
+        said = [0]
+        while len(said) < MAX_TURNS and (following := PATTERNS[pattern](rng, said)) is not None:
+            said.append(following)
+        sessions.append(
+            [
+                _Message(
+                    f"{pattern}-{agent}",
+                    f"{pattern}/{agent}",
+                    sizes.anchor,
+                    f"{seed}/{pattern}/{number}/{turn}",
+                    rng.randrange(sizes.shortest, sizes.longest),
+                )
+                for turn, agent in enumerate(said)
+            ]
+        )
+    return list(_interleaved(pattern, sessions, rng, sizes))
+
+
+TRANSCRIPTS = {
+    "magentic-one": "magentic_one_hand_crafted.jsonl.gz",
+    "captain-agent": "captainagent_algorithm_generated.jsonl.gz",
+}
+"""Files of Who&When's runs (`ropewalk.workloads.sequences`)."""
+
+SCALE = 4
+"""Recorded messages are shortened to a quarter, so that a session fits into a small model's context."""
+
+MAX_MESSAGE = 200
+
+
+def transcripts(
+    name: str,
+    folder: Path,
+    seed: int = 0,
+    sizes: Sizes = Sizes(),
+    num_sessions: int | None = None,
+) -> list[TraceTurn]:
+    """Return the turns of recorded multi-agent runs, by time: agents, order and (shortened) lengths as recorded.
+
+    Agents have the system prompts of the record, or stand-ins of `sizes.anchor` tokens where it has none. Runs go on
+    until a prompt would be longer than `sizes.max_prompt`. Raises OSError.
+    """
+    rng = random.Random(f"{seed}/{name}")
+    with gzip.open(folder / "whowhen" / TRANSCRIPTS[name], "rt", encoding="utf-8") as file:
+        runs = [json.loads(line) for line in file]
+    rng.shuffle(runs)
+    return list(_interleaved(name, [_messages(name, run, sizes) for run in runs[:num_sessions]], rng, sizes))
+
+
+def _messages(name: str, run: dict[str, Any], sizes: Sizes) -> list[_Message]:
+    prompts = run.get("system_prompts") or {}
+    messages = [_Message("", "", 0, f"{run['id']}/question", _num_tokens(run["question"], SCALE))]
+    length = messages[0].length
+    for number, turn in enumerate(run["turns"]):
+        agent = turn["agent"]
+        is_human = agent == "human"
+        system = prompts.get(agent)
+        num_anchor = sizes.anchor if system is None else max(_num_tokens(system, 1), 64)
+        num_output = max(4, min(_num_tokens(turn["content"], SCALE), MAX_MESSAGE))
+        if sizes.preamble + num_anchor + length + num_output > sizes.max_prompt:
+            break
+        anchor = f"{name}/{agent}" if system is None else f"{name}/{xxhash.xxh3_64_hexdigest(system.encode())}"
+        messages.append(_Message("" if is_human else agent, anchor, num_anchor, f"{run['id']}/{number}", num_output))
+        length += num_output
+    return messages
+
+
+def _num_tokens(text: str, scale: int) -> int:
+    return len(text) // (CHARS_PER_TOKEN * scale) + 1
+
+
+def _interleaved(
+    name: str, sessions: Sequence[Sequence[_Message]], rng: random.Random, sizes: Sizes
+) -> Iterator[TraceTurn]:
+    """Yield the sessions' turns by time; messages without an agent are the user's."""
+    waiting = [(number, list(session)) for number, session in enumerate(sessions) if any(m.agent for m in session)]
+    waiting.reverse()
+    preamble = _tokens(f"{name}/preamble", sizes.preamble)
+    queue: list[tuple[float, int, int]] = []
+    histories: dict[int, list[int]] = {}
+    messages: dict[int, list[_Message]] = {}
+
+    def begin(time_s: float) -> None:
+        if waiting:
+            number, messages[number] = waiting.pop()
+            histories[number] = []
+            heapq.heappush(queue, (time_s, number, 0))
+
+    for _ in range(sizes.concurrency):
+        begin(rng.uniform(0, PAUSE_S))
+    while queue:
+        time_s, number, place = heapq.heappop(queue)
+        history = histories[number]
+        while not messages[number][place].agent:
+            history += _tokens(messages[number][place].name, messages[number][place].length)
+            place += 1
+        message = messages[number][place]
+        output = _tokens(message.name, message.length)
+        anchor = _tokens(message.anchor, message.num_anchor)
+        is_last = not any(m.agent for m in messages[number][place + 1 :])
+        yield TraceTurn(
+            f"{name}-{number}", message.agent, time_s, (*preamble, *anchor, *history), tuple(output), is_last
+        )
+        history += output
+        pause = PAUSE_S * math.exp(rng.gauss(0, SPREAD))
+        if is_last:
+            begin(time_s + pause)
+        else:
+            heapq.heappush(queue, (time_s + pause, number, place + 1))
+
+
+FIRST_TOKEN, NUM_TOKENS = 16, 480
+"""Made-up token ids: small enough for every model."""
+
+
+def _tokens(name: str, length: int) -> list[int]:
+    return random.Random(name).choices(range(FIRST_TOKEN, FIRST_TOKEN + NUM_TOKENS), k=length)
