@@ -58,12 +58,11 @@ class ChunkFolder:
 
     def is_listed(self, chain: str, content: str) -> bool:
         """Tell whether a chunk has been stored with all its markers, or is no longer listed since a longer one is."""
-        if os.path.exists(self.base / "content" / content / chain):  # the last one made
-            return True
         try:
-            return self.path(chain).stat().st_mtime == SUPERSEDED
+            is_superseded = self.path(chain).stat().st_mtime == SUPERSEDED
         except OSError:
             return False
+        return is_superseded or os.path.exists(self.base / "content" / content / chain)  # the last one made
 
     def add_markers(self, header: ChunkHeader) -> list[str]:
         """List a chunk that lies here; return the versions of its content that were deleted to bound their number.

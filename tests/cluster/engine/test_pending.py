@@ -73,6 +73,21 @@ async def test_a_chunk_that_is_there_is_waited_for_until_all_its_markers_are(sto
     assert len(pending) == 0
 
 
+async def test_a_chunk_that_is_stored_again_is_waited_for_though_its_markers_are_there(store):
+    """As after damage: quarantine takes the chunk and leaves its markers."""
+    tokens = as_tokens(range(64))
+    content, name = content_key("t", tokens), chain_key(root_key("t"), tokens, Domain.EXACT)
+    header = ChunkHeader(name, root_key("t"), content, "t", Domain.EXACT, 0, tokens)
+    store.put(header, torch.zeros(1, 64, 1, 4))
+    (path,) = store.base.glob("objects/*/*")
+    path.unlink()
+    pending = PendingSaves(HOLD_S)
+    pending.add(store, {"chain": name, "content": content, "heads": [], "chains": []})
+    assert len(pending) == 1
+    store.put(header, torch.zeros(1, 64, 1, 4))
+    assert len(pending) == 0
+
+
 async def test_nobody_waits_for_a_chunk_that_a_longer_one_replaces(store):
     tokens = as_tokens(range(80))
     pending = PendingSaves(HOLD_S)
