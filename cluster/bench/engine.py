@@ -62,16 +62,17 @@ class Engine:
         disk_root: Path | None = None,
         settings: dict[str, Any] | None = None,
         forcing: bool = False,
+        threads: int | None = None,
         **engine_args: Any,
     ) -> None:
         """Start it: some ten seconds. `disk_root` is the store's second tier; `settings` are `EngineSettings` beside
-        the roots, the rest vLLM's arguments.
+        the roots, the rest vLLM's arguments. On CPUs, `threads` compute; by default as many as there are cores.
         """
         if is_cpu_build():
             os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
             # vLLM would bind every engine's threads to the same cores.
             os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-            os.environ["OMP_NUM_THREADS"] = str(min(os.cpu_count() or 2, 16))
+            os.environ["OMP_NUM_THREADS"] = str(threads or min(os.cpu_count() or 2, 16))
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         self._loop = asyncio.new_event_loop()

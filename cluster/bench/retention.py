@@ -26,11 +26,11 @@ QUICK_BUDGETS = (100, 200, 400)
 QUICK_WORKLOADS = ("selector", "random", *TRANSCRIPTS)
 
 OURS = "foresight"
-TOLD = "foresight, ends told"
+TOLD = "foresight, told"
 ARMS = (*RULES, TOLD)
 """Arms that run on the engine. *Told*: the client says when a session ends (`DELETE /v1/sessions/{id}`)."""
 
-NUM_SESSIONS, QUICK_SESSIONS = 60, 30
+NUM_SESSIONS, QUICK_SESSIONS = 60, 20
 TTLS = (1.0, 3.0, 10.0)
 """Other seconds that blocks are pinned for, in the model alone: the best of them is reported."""
 
@@ -51,7 +51,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
             "hit rates beside those of the clairvoyant optimum, computed from the same turns."
         ),
     )
-    parser.add_argument("--quick", action="store_true", help="fewer workloads, budgets and sessions: some five minutes")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer workloads, budgets and sessions: less than ten minutes"
+    )
     workloads = (*PATTERNS, *TRANSCRIPTS)
     parser.add_argument("--workloads", nargs="+", choices=workloads, metavar="NAME", help=f"of {', '.join(workloads)}")
     parser.add_argument("--budgets", nargs="+", type=int, metavar="BLOCKS", help=f"blocks of {BLOCK_SIZE} tokens")
@@ -177,6 +179,7 @@ def replay(
         str(model),
         store_root=store,
         settings={"save": False, "retention": OURS if arm == TOLD else arm},
+        threads=1,
         skip_tokenizer_init=True,
         max_model_len=max(len(t.prompt) + len(t.output) for turns in traces.values() for t in turns) + 1,
         num_gpu_blocks_override=budget,

@@ -235,18 +235,16 @@ def print_retention(report: Mapping[str, Any]) -> None:
         cells = [entry for entry in report["cells"] if entry["workload"] == workload]
         title = (
             f"{workload}: {about['turns']} turns of {about['sessions']} sessions, {about['agents']} agents, "
-            f"prompts of {about['prompt_tokens']:.0f} tokens"
+            f"prompts of {about['prompt_tokens']:.0f} tokens; hit rate in %, by blocks (of lru's gap to the optimum)"
         )
-        table = _table(title, "hit rate (of the gap, closed)", *(f"{entry['blocks']} blocks" for entry in cells))
+        table = _table(title, "rule", *(str(entry["blocks"]) for entry in cells))
         for arm in cells[0].get("engine") or cells[0]["model"]:
             table.add_row(arm, *(_rate_and_share(entry, arm) for entry in cells))
-        table.add_row(
-            "ttl, best of others (model)", *(f"{max(entry['model_other_ttls'].values()):.1%}" for entry in cells)
-        )
-        table.add_row("clairvoyant optimum", *(f"{entry['optimum']:.1%}" for entry in cells))
-        table.add_row("unlimited", *(f"{entry['unlimited']:.1%}" for entry in cells))
+        table.add_row("ttl, best other", *(_percent(max(entry["model_other_ttls"].values())) for entry in cells))
+        table.add_row("optimum", *(_percent(entry["optimum"]) for entry in cells))
+        table.add_row("unlimited", *(_percent(entry["unlimited"]) for entry in cells))
         if "prediction_adds" in cells[0]:
-            table.add_row("prediction adds, points", *(f"{100 * entry['prediction_adds']:+.1f}" for entry in cells))
+            table.add_row("prediction adds", *(f"{100 * entry['prediction_adds']:+.1f}" for entry in cells))
         console.print(table)
     measured = [entry for entry in report["cells"] if "engine" in entry]
     if measured:
@@ -254,7 +252,11 @@ def print_retention(report: Mapping[str, Any]) -> None:
         console.print(f"The model of the cache differs from the engine by {100 * most:.2f} points at most.")
 
 
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}"
+
+
 def _rate_and_share(entry: Mapping[str, Any], arm: str) -> str:
     rate = (entry.get("engine") or entry["model"])[arm]
     share = entry.get("closed", {}).get(arm)
-    return f"{rate:.1%}" if share is None or arm == "lru" else f"{rate:.1%} ({share:.0%})"
+    return _percent(rate) if share is None or arm == "lru" else f"{_percent(rate)} ({share:.0%})"

@@ -7,7 +7,7 @@ nothing else. That is all that happens here: what is in the cache and who may us
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import get_block_hash
@@ -56,37 +56,29 @@ class PoolOrder:
             return
         needed = -(-(request.num_tokens - num_cached) // self._block_size)
         needed += min(-(-(request.max_tokens or 0) // self._block_size), MAX_OUTPUT_BLOCKS)
-        window, needed = self._next_to_go(needed)
+        # vLLM takes those that the request shares out of the queue before it takes new ones.
+        shared = set(request.block_hashes[: num_cached // self._block_size])
+        window, needed = self._next_to_go(needed, shared)
         if not 0 < needed < len(window):
             return
-        by_name = {id(block): block for block in window}
-        names = {number: get_block_hash(block.block_hash) for number, block in by_name.items() if block.block_hash}
-        ranks = {number: self.rule.rank(name) for number, name in names.items()}
-        victims = set(sorted(ranks, key=ranks.__getitem__)[:needed])
-        kept: list[KVCacheBlock] = []
-        num_seen = 0
-        for number, block in by_name.items():
-            if num_seen == needed:
-                break
-            if number in victims:
-                num_seen += 1
-            else:
-                kept.append(block)
-        kept.sort(key=lambda block: ranks[id(block)])
+        ranked = sorted((self.rule.rank(name), place) for place, (name, _) in enumerate(window))
+        victims = {place for _, place in ranked[:needed]}
+        ahead = max(victims)
+        kept = [window[place][1] for _, place in ranked if place < ahead and place not in victims]
         self._pool.touch(kept)
         self._pool.free_blocks(kept)
         self.num_kept += len(kept)
 
-    def _next_to_go(self, needed: int) -> tuple[list[KVCacheBlock], int]:
-        """Return the next free blocks that hold something, and how many of them have to go."""
+    def _next_to_go(self, needed: int, shared: Set[bytes]) -> tuple[list[tuple[bytes, KVCacheBlock]], int]:
+        """Return the next free blocks that hold something, by name, and how many of them have to go."""
         assert self._pool is not None
-        window: list[KVCacheBlock] = []
+        window: list[tuple[bytes, KVCacheBlock]] = []
         block = self._pool.free_block_queue.fake_free_list_head.next_free_block
         while block is not None and block.next_free_block is not None and needed > 0 and len(window) < WINDOW + needed:
             if block.block_hash is None:
                 needed -= 1
-            else:
-                window.append(block)
+            elif (name := get_block_hash(block.block_hash)) not in shared:
+                window.append((name, block))
             block = block.next_free_block
         return window, needed
 

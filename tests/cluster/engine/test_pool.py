@@ -96,6 +96,18 @@ def test_whatever_is_asked_the_pool_stays_whole(seed):
         bench.check()
 
 
+def test_the_blocks_that_a_request_shares_are_no_room_for_it():
+    """It takes them out of the queue: another one that is worth something would go in their place."""
+    bench = Bench(8)
+    bench.serve("u", "b", ["u0", "u1"])
+    for session in ("s", "t"):
+        bench.serve(session, "a", ["anchor0"])
+    bench.serve("s", "b", ["s0", "s1"])
+    assert bench.serve("u", "b", ["u0", "u1", "u2", "u3", "u4"]) == 2
+    bench.check()
+    assert bench.serve("v", "a", ["anchor0", "v0"]) == 1
+
+
 def test_forgetting_makes_all_blocks_alike():
     bench = Bench(10)
     for session in ("s", "t"):
