@@ -215,6 +215,10 @@ class VariableOrder:
         mixture = self._mixture(past)
         return {agent: mixture.probability(agent) for agent in self._agents}
 
+    def probability(self, past: Sequence[str], agent: str) -> float:
+        """`P(agent | past)`, 0 for an agent that is not known."""
+        return self._mixture(past).probability(agent) if agent in self._agents else 0.0
+
     def predict(self, past: Sequence[str], top: int | None = None) -> list[tuple[str, float]]:
         """Agents with their probability, likeliest first (ties: by name)."""
         ranked = sorted(self.distribution(past).items(), key=lambda item: (-item[1], item[0]))

@@ -70,6 +70,12 @@ MAX_TURNS = 256
 LOSS_FADES = 0.98
 """What is left of a predictor's losses with each new one."""
 
+UNFORESEEN = 0.02
+"""Probability below which nobody foresaw a turn."""
+
+SURPRISE_FADES = 0.98
+"""What is left of the share of unforeseen turns with each new one."""
+
 STALE_AFTER = 64
 """Observations after which an outlook is computed anew, unless its session moved on before."""
 
@@ -293,6 +299,9 @@ class Foresight(Retention):
     summed over the live sessions for a block of several sessions, alone for a block that one session has used. What
     follows is learned with variable order (`markov.py`), every turn counted, repeats too; so is how sessions end, and
     how long they pause. A session that is silent for `SILENCE` mean pauses has ended.
+
+    Added to that, as far as there are turns that nobody foresaw, is what the last use says: `surprise / (time since +
+    pause)`, with the share of such turns, 1 at first. Where nothing is predictable, the order is that of plain LRU.
     """
 
     def __init__(self, order: int = MAX_ORDER, max_blocks: int = MAX_BLOCKS) -> None:
@@ -307,6 +316,7 @@ class Foresight(Retention):
         self._began: list[float] = []
         self._rates: dict[str, float] = {}
         self._own: dict[str, dict[str, float]] = {}
+        self._surprise = 1.0
 
     def begin(self, session: str, agent: str, now_s: float) -> None:
         super().begin(session, agent, now_s)
@@ -342,22 +352,27 @@ class Foresight(Retention):
 
     def worth(self, use: Use) -> float:
         if use.session is None:
-            return sum(self._rates.get(agent, 0.0) for agent in use.agents)
-        if use.session not in self._live:
+            rate = sum(self._rates.get(agent, 0.0) for agent in use.agents)
+        elif use.session in self._live:
+            rates = self._own_rates(use.session)
+            rate = max((rates.get(agent, 0.0) for agent in use.agents), default=0.0)
+        else:
             return 0.0
-        rates = self._own_rates(use.session)
-        return max((rates.get(agent, 0.0) for agent in use.agents), default=0.0)
+        return rate + self._surprise / (self.now_s - use.time_s + self.pauses.mean_s)
 
     def _went_on(self, live: _Live, following: str) -> None:
         self._ends.observe(self._p_end(live.past), live.num_turns, ended=following == END)
         self._observe(live.past, following)
 
     def _observe(self, past: Past, following: str) -> None:
+        if past and following != END:
+            foreseen = self._learner.probability(past, following) >= UNFORESEEN
+            self._surprise = SURPRISE_FADES * self._surprise + (1 - SURPRISE_FADES) * (not foreseen)
         self._learner.observe(past, following)
         self._num_observed += 1
 
     def _p_end(self, past: Past) -> float:
-        return self._learner.distribution(past).get(END, 0.0)
+        return self._learner.probability(past, END)
 
     def _sum_up(self) -> None:
         self._own.clear()

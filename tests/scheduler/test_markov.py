@@ -48,6 +48,8 @@ def test_probabilities_are_those_of_the_formula(given_sequences, past, order):
     learner = learned(given_sequences, order, half_life=FOREVER)
     learner.check_integrity()
     found = learner.distribution(past)
+    assert {a: learner.probability(past, a) for a in found} == pytest.approx(found)
+    assert learner.probability(past, "nobody") == 0.0
     if not any(given_sequences):
         assert found == {}
         return

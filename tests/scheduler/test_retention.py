@@ -109,6 +109,17 @@ def test_a_session_that_comes_back_behind_a_long_silence_is_one_again():
     assert rule.rank("s/search")[0] > 0.0
 
 
+def test_where_nothing_is_foreseen_what_was_used_last_stays():
+    rule, plain = Foresight(), Retention()
+    blocks = []
+    for turn in range(40):  # an agent for every turn
+        for which in (rule, plain):
+            use(which, f"s{turn % 4}", f"a{turn}", float(turn))
+        blocks += [f"s{turn % 4}/a{turn}"]
+    assert rule._surprise > 0.9
+    assert rule.victims(blocks, 20) == plain.victims(blocks, 20)
+
+
 def test_how_sessions_end_is_learned_from_their_agents_and_from_how_long_they_are():
     by_agents, by_length = Foresight(), Foresight()
     for n in range(60):
