@@ -46,7 +46,7 @@ class TraceTurn:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Lengths in tokens, and how many sessions are live at once."""
+    """Lengths in tokens, how many sessions are live at once, and how much pauses vary: see `SPREAD`."""
 
     preamble: int = 128
     anchor: int = 480
@@ -54,6 +54,7 @@ class Sizes:
     longest: int = 64
     max_prompt: int = 2400
     concurrency: int = 8
+    spread: float = SPREAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +230,7 @@ def _interleaved(
             f"{name}-{number}", message.agent, time_s, (*preamble, *anchor, *history), tuple(output), is_last
         )
         history += output
-        pause = PAUSE_S * math.exp(rng.gauss(0, SPREAD))
+        pause = PAUSE_S * math.exp(rng.gauss(0, sizes.spread))
         if is_last:
             begin(time_s + pause)
         else:

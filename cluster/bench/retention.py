@@ -18,7 +18,7 @@ from ropewalk.cluster.bench.output import check_writable
 from ropewalk.scheduler.retention import RULES, Foresight, Retention, TtlPin
 from ropewalk.workloads.block_cache import Clairvoyant, hit_rate
 from ropewalk.workloads.sequences import SHARED
-from ropewalk.workloads.traces import PATTERNS, TRANSCRIPTS, TraceTurn, chat, transcripts
+from ropewalk.workloads.traces import PATTERNS, SPREAD, TRANSCRIPTS, Sizes, TraceTurn, chat, transcripts
 
 BLOCK_SIZE = 32
 BUDGETS = (100, 150, 200, 300, 400)
@@ -61,6 +61,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--sessions", type=int, metavar="N", help="sessions a workload")
     parser.add_argument("--seed", type=int, default=0, help="of the sessions (default: %(default)s)")
     parser.add_argument(
+        "--spread",
+        type=float,
+        default=SPREAD,
+        metavar="S",
+        help="standard deviation of the logarithm of pauses between turns (default: %(default)s)",
+    )
+    parser.add_argument(
         "--model-only", action="store_true", help="no engine: the model of its cache, which takes seconds"
     )
     parser.add_argument(
@@ -78,15 +85,18 @@ def run(args: argparse.Namespace) -> int:
     check_writable("--json", args.json)
     if args.sessions is not None and args.sessions < 1:
         raise UserError(f"--sessions must be at least 1, not {args.sessions}")
+    if not 0 <= args.spread <= 5:
+        raise UserError(f"--spread must be 0 to 5, not {args.spread}")
+    sizes = Sizes(spread=args.spread)
     budgets = args.budgets or (QUICK_BUDGETS if args.quick else BUDGETS)
     num_sessions = args.sessions or (QUICK_SESSIONS if args.quick else NUM_SESSIONS)
     traces = {}
     for name in args.workloads or (QUICK_WORKLOADS if args.quick else (*PATTERNS, *TRANSCRIPTS)):
         if name in PATTERNS:
-            traces[name] = chat(name, num_sessions, args.seed)
+            traces[name] = chat(name, num_sessions, args.seed, sizes)
             continue
         try:
-            traces[name] = transcripts(name, args.data, args.seed, num_sessions=num_sessions)
+            traces[name] = transcripts(name, args.data, args.seed, sizes, num_sessions)
         except OSError as error:
             if args.workloads:
                 raise UserError(f"--data: {error}; get the runs from {WHO_AND_WHEN}") from None
@@ -99,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
     report = {
         "block_size": BLOCK_SIZE,
         "seed": args.seed,
+        "spread": args.spread,
         "workloads": {name: describe(turns) for name, turns in traces.items()},
         "cells": [cell(name, turns, budget, args.arms) for name, turns in traces.items() for budget in budgets],
     }

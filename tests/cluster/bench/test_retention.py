@@ -47,6 +47,7 @@ def test_an_engine_keeps_what_the_model_says(tmp_path, capsys):
         (["--workloads", "magentic-one", "--data", "/nowhere"], "--data"),
         (["--workloads", "selector", "--budgets", "20"], "--budgets: a turn takes up to"),
         (["--sessions", "0"], "--sessions must be at least 1"),
+        (["--spread", "-1"], "--spread must be 0 to 5"),
         (["--workloads", "nobody"], "invalid choice"),
         (["--json", "/proc/nowhere/x.json"], "cannot be written"),
     ],
