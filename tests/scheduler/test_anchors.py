@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -309,3 +309,4 @@ class Replicas(RuleBasedStateMachine):
 
 ALL_PROMPTS = [prompt(anchor, question) for anchor in (OLD, NEW, OLD[:40]) for question in range(4)]
 TestReplicas = Replicas.TestCase
+TestReplicas.settings = settings(deadline=None)
