@@ -368,6 +368,7 @@ class RopewalkConnector(KVConnectorBase_V1):
         returned = {
             "fallbacks": tracked.fallbacks,
             "num_failed": tracked.num_failed,
+            "num_loaded": max(tracked.num_external - tracked.num_failed, 0),
             "saving": saving,
             "engine": self._engine,
             "counters": dict(self._counters + self._queue.counters),
