@@ -136,7 +136,7 @@ def test_what_was_learned_from_two_sessions_is_warmed_and_counted_as_used(engine
         settings = RequestSettings(session=session, agent="b")
         with prewarmer.busy():
             answer = await ours.ask_async([*anchor, *question], session=session, agent="b", key=settings.key)
-            prewarmer.answered(settings, None, [answer.report])
+            prewarmer.answered(settings, [answer.report])
 
     async def scenario() -> dict[str, Any]:
         nonlocal later_s
