@@ -34,7 +34,6 @@ from ray.exceptions import (
 from ropewalk.scheduler.anchors import Anchor, AnchorMessage, AnchorTable, AnchorUpdate
 from ropewalk.scheduler.state import (
     EMPTY_SNAPSHOT,
-    MAX_ID_CHARS,
     Observation,
     SchedulerSettings,
     SchedulerState,
@@ -99,8 +98,8 @@ class SchedulerService:
         self._state.version = max(self._state.version + 1, time.time_ns() // 1_000_000)
         self._anchors = self._load_anchors()
         self._anchors_saved = self._anchors.version
-        self._heard_s: dict[tuple[str, str], float] = {}
-        self._replicas: dict[str, tuple[str, ...]] = {}
+        self._heard_s: dict[tuple[str, str, str], float] = {}
+        self._replicas: dict[str, tuple[tuple[str, str], ...]] = {}
         self._snapshot = self._state.snapshot()
         self._snapshot_s = time.monotonic()
         if self._path is not None:
@@ -128,7 +127,7 @@ class SchedulerService:
         """Take in what a replica says of its anchors, and answer what it does not know."""
         with self._lock:
             now = time.monotonic()
-            self._heard_s[message.model[:MAX_ID_CHARS], message.replica[:MAX_ID_CHARS]] = now
+            self._heard_s[message.model, message.replica, message.node] = now
             self._count_replicas(now)
             for agent, time_s in message.warmed:
                 self._state.note_warm(agent, message.replica, message.node, time_s)
@@ -160,7 +159,7 @@ class SchedulerService:
     def anchors(self) -> list[dict[str, Any]]:
         """All anchors, for `GET /v1/anchors`: where each was used or warmed, and when."""
         with self._lock:
-            views = self._make_snapshot().agents
+            views = self._state.snapshot().agents
             return [
                 {
                     "agent": anchor.agent,
@@ -170,7 +169,7 @@ class SchedulerService:
                     "warm": [
                         {"replica": w.replica, "node": w.node, "last_s": w.last_s}
                         for w in (views[anchor.agent].warm if anchor.agent in views else ())
-                        if w.replica in self._replicas.get(model, ())
+                        if (w.replica, w.node) in self._replicas.get(model, ())
                     ],
                 }
                 for model, anchor in self._anchors.anchors()
@@ -229,17 +228,18 @@ class SchedulerService:
         self._changed.set()
 
     def _make_snapshot(self) -> Snapshot:
-        return dataclasses.replace(self._state.snapshot(), replicas=self._replicas)
+        snapshot = self._state.snapshot(outlooks=bool(self._replicas))
+        return dataclasses.replace(snapshot, replicas=self._replicas)
 
     def _count_replicas(self, now_s: float) -> None:
         """Forget the replicas that were not heard of, and publish who is left if that changed."""
         for name in [name for name, heard_s in self._heard_s.items() if now_s - heard_s > REPLICA_TTL_S]:
             del self._heard_s[name]
-        names: dict[str, tuple[str, ...]] = {}
-        for model, replica in sorted(self._heard_s):
-            names[model] = (*names.get(model, ()), replica)
-        if names != self._replicas:
-            self._replicas = names
+        found: dict[str, tuple[tuple[str, str], ...]] = {}
+        for model, replica, node in sorted(self._heard_s):
+            found[model] = (*found.get(model, ()), (replica, node))
+        if found != self._replicas:
+            self._replicas = found
             self._state.version += 1
 
     def _load_anchors(self) -> AnchorTable:

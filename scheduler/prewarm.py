@@ -4,8 +4,8 @@ CacheScout (arXiv 2608.14624, "Prefetch") warms the predicted agent's anchor in 
 
 1. *who is wanted*: agents that are expected within `MAX_TURNS` turns in live sessions of predictable programs, weighed
    by `sum over sessions of 1 / turns`;
-2. *where*: each such session has one home among the replicas of the agent's model (`home_of`), which all replicas work
-   out alike from the same snapshot, so that one of them warms the anchor;
+2. *where*: each such session has one home among the replicas of the agent's model (`home_of`), by the router's own
+   ranking, which all replicas work out alike from the same snapshot, so that one of them warms the anchor;
 3. *whether*: not what is warm, nor an agent again within `min_interval_s`, nor while too much was warmed for nothing.
 """
 
@@ -18,11 +18,16 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from ropewalk.scheduler.routing import ReplicaView, RequestHints, rank_replicas
 from ropewalk.scheduler.state import LIVE_S, Snapshot, Stand
 
 MAX_TURNS = 4.0
 """Turns of a session within which an agent must be expected: in a group chat everybody is within a round of six, and
 what is warmed earlier than needed is evicted, or the session has ended, before it is used."""
+
+MAX_HOMES = 128
+"""Homes looked for in one decision, those of the most recent sessions first: each takes some ten microseconds of the
+replica's event loop."""
 
 MIN_OUTCOMES = 8
 """Prewarms whose outcome must be known before their share of waste says anything."""
@@ -72,9 +77,9 @@ class Verdict(StrEnum):
     UNPREDICTABLE = "unpredictable"
     NOBODY_EXPECTED = "nobody-expected"
     NO_ANCHOR = "no-anchor"
-    ELSEWHERE = "elsewhere"
     ALL_WARM = "all-warm"
     TOO_SOON = "too-soon"
+    ELSEWHERE = "elsewhere"
     PAUSED = "paused"
     WARM = "warm"
 
@@ -107,34 +112,32 @@ class Situation:
 def decide(situation: Situation, settings: PrewarmSettings, *, paused: bool = False) -> Decision:
     """The anchor to warm next on this replica. `paused`: too much was warmed for nothing (`WasteBudget`)."""
     snapshot, now_s = situation.snapshot, situation.now_s
-    furthest = Verdict.NO_SESSIONS
+    reached: set[Verdict] = {Verdict.NO_SESSIONS}
     wanted: dict[str, float] = {}
+    num_homes = 0
     for stand in snapshot.stands:
         if now_s - stand.last_s > LIVE_S:
             continue
         if not is_predictable(stand, snapshot, settings):
-            furthest = _further(furthest, Verdict.UNPREDICTABLE)
+            reached.add(Verdict.UNPREDICTABLE)
             continue
-        furthest = _further(furthest, Verdict.NOBODY_EXPECTED)
+        reached.add(Verdict.NOBODY_EXPECTED)
         for agent, turns in snapshot.outlooks.get(stand.past, ()):
-            if turns > MAX_TURNS:
+            if turns > MAX_TURNS or num_homes == MAX_HOMES:
                 continue
-            if not _is_ours(agent, situation):
-                furthest = _further(furthest, Verdict.NO_ANCHOR)
-            elif home_of(agent, stand, snapshot, situation.model, now_s, settings.window_s) != situation.replica:
-                furthest = _further(furthest, Verdict.ELSEWHERE)
-            else:
-                wanted[agent] = wanted.get(agent, 0.0) + 1.0 / max(turns, 1.0)
-    for agent in sorted(wanted, key=lambda agent: (-wanted[agent], agent)):
-        if now_s - last_use(agent, situation) <= settings.window_s:
-            furthest = _further(furthest, Verdict.ALL_WARM)
-        elif now_s - situation.tried.get(agent, -math.inf) < settings.min_interval_s:
-            furthest = _further(furthest, Verdict.TOO_SOON)
-        elif paused:
-            furthest = _further(furthest, Verdict.PAUSED)
-        else:
-            return Decision(agent, Verdict.WARM)
-    return Decision(None, furthest)
+            verdict = _obstacle(agent, situation, settings)
+            if verdict is None:
+                num_homes += 1
+                if home_of(agent, stand, snapshot, situation.model) == situation.replica:
+                    wanted[agent] = wanted.get(agent, 0.0) + 1.0 / max(turns, 1.0)
+                    continue
+                verdict = Verdict.ELSEWHERE
+            reached.add(verdict)
+    if wanted and not paused:
+        return Decision(min(wanted, key=lambda agent: (-wanted[agent], agent)), Verdict.WARM)
+    if wanted:
+        reached.add(Verdict.PAUSED)
+    return Decision(None, max(reached, key=list(Verdict).index))
 
 
 def is_predictable(stand: Stand, snapshot: Snapshot, settings: PrewarmSettings) -> bool:
@@ -143,23 +146,16 @@ def is_predictable(stand: Stand, snapshot: Snapshot, settings: PrewarmSettings) 
     return found is not None and found.r >= settings.r_min and found.num_handovers >= settings.min_handovers
 
 
-def home_of(agent: str, stand: Stand, snapshot: Snapshot, model: str, now_s: float, window_s: float) -> str | None:
-    """The replica of a model on which an agent of a session is most at home; None when the model has none.
+def home_of(agent: str, stand: Stand, snapshot: Snapshot, model: str) -> str | None:
+    """The replica of a model to which the router would send the agent's turn in this session if none had anything to
+    do; None when the model has no replica that prewarms.
 
-    As the router would send it, in idle time: to the replica of the model that the session used last; else where the
-    agent's anchor was used last, within the window; else to the one with the fewest sessions, of equals the first by
-    name.
+    It is the router's own ranking, from the snapshot alone: where the session was last, else where the anchor was used
+    or warmed, else where the fewest sessions are (`ropewalk.scheduler.routing`).
     """
-    replicas = snapshot.replicas.get(model, ())
-    for replica in stand.replicas:
-        if replica in replicas:
-            return replica
-    view = snapshot.agents.get(agent)
-    for warmth in view.warm if view is not None else ():
-        if warmth.replica in replicas and now_s - warmth.last_s <= window_s:
-            return warmth.replica
-    sessions = snapshot.sessions_by_replica
-    return min(replicas, key=lambda replica: (sessions.get(replica, 0), replica), default=None)
+    views = [ReplicaView(replica, 0, node) for replica, node in snapshot.replicas.get(model, ())]
+    ranking = rank_replicas(RequestHints(stand.session, agent), views, snapshot, agent=agent)
+    return next(iter(ranking.order), None)
 
 
 def last_use(agent: str, situation: Situation) -> float:
@@ -169,14 +165,16 @@ def last_use(agent: str, situation: Situation) -> float:
     return max([situation.used.get(agent, -math.inf), *told])
 
 
-def _is_ours(agent: str, situation: Situation) -> bool:
+def _obstacle(agent: str, situation: Situation, settings: PrewarmSettings) -> Verdict | None:
+    """Why an agent is not to be warmed on this replica, wherever its sessions stand; None when it may be."""
     view = situation.snapshot.agents.get(agent)
-    return agent in situation.anchors and (view is None or view.model in ("", situation.model))
-
-
-def _further(a: Verdict, b: Verdict) -> Verdict:
-    order = list(Verdict)
-    return max(a, b, key=order.index)
+    if agent not in situation.anchors or (view is not None and view.model not in ("", situation.model)):
+        return Verdict.NO_ANCHOR
+    if situation.now_s - last_use(agent, situation) <= settings.window_s:
+        return Verdict.ALL_WARM
+    if situation.now_s - situation.tried.get(agent, -math.inf) < settings.min_interval_s:
+        return Verdict.TOO_SOON
+    return None
 
 
 @dataclass(slots=True)

@@ -46,6 +46,9 @@ LIVE_S = 60.0
 """Seconds since its last turn for which a session's outlook is published: one that waits longer, for a person or a long
 tool run, gives no notice of when it goes on."""
 
+MAX_STANDS = 256
+"""Sessions of which that is so: where more are live, hardly any replica is idle, and snapshots go to every process."""
+
 OUTLOOK_AGENTS = 4
 """Agents of an outlook that a snapshot carries: those that are needed first."""
 
@@ -140,9 +143,9 @@ class AgentView:
 class Stand:
     """Where a session stands that had a turn in the last `LIVE_S` seconds; fields as `agents.sessions.SessionState`."""
 
+    session: str
     past: Past
     group: str | None
-    replicas: tuple[str, ...]
     last_s: float
 
 
@@ -152,8 +155,9 @@ class Snapshot:
 
     `sessions[session] = (agent, replicas most recent first, tokens of the last prompt)`. `groups`: how predictable the
     sessions are that begin with an agent. `predictability`: that of all sessions. `stands`: the sessions that had a
-    turn just now, most recent first. `outlooks`: for each past of theirs the `OUTLOOK_AGENTS` that are needed first,
-    and in how many turns. `replicas`: those of each model that prewarm and were heard of just now.
+    turn just now, most recent first, at most `MAX_STANDS`. `outlooks`: for each past of theirs the `OUTLOOK_AGENTS`
+    that are needed first, and in how many turns. `replicas`: those of each model that prewarm and were heard of just
+    now, with their nodes.
     """
 
     version: int
@@ -166,7 +170,7 @@ class Snapshot:
     groups: Mapping[str, Predictability] = field(default_factory=dict)
     stands: tuple[Stand, ...] = ()
     outlooks: Mapping[Past, tuple[tuple[str, float], ...]] = field(default_factory=dict)
-    replicas: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    replicas: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
 
     @cached_property
     def index(self) -> AnchorIndex:
@@ -202,9 +206,9 @@ class Snapshot:
             "num_handovers": self.num_handovers,
             "num_observations": self.num_observations,
             "groups": {group: [p.r, p.num_handovers] for group, p in self.groups.items()},
-            "stands": [[list(s.past), s.group, list(s.replicas), s.last_s] for s in self.stands],
+            "stands": [[s.session, list(s.past), s.group, s.last_s] for s in self.stands],
             "outlooks": [[list(past), [list(item) for item in nearest]] for past, nearest in self.outlooks.items()],
-            "replicas": {model: list(replicas) for model, replicas in self.replicas.items()},
+            "replicas": {model: [list(pair) for pair in pairs] for model, pairs in self.replicas.items()},
         }
 
     @classmethod
@@ -223,9 +227,9 @@ class Snapshot:
         }
         sessions = {s: (agent, tuple(replicas), int(n)) for s, (agent, replicas, n) in data["sessions"].items()}
         groups = {group: Predictability(float(r), int(n)) for group, (r, n) in data["groups"].items()}
-        stands = tuple(Stand(tuple(past), group, tuple(r), float(at)) for past, group, r, at in data["stands"])
+        stands = tuple(Stand(s, tuple(past), group, float(at)) for s, past, group, at in data["stands"])
         outlooks = {tuple(past): tuple((str(a), float(t)) for a, t in near) for past, near in data["outlooks"]}
-        replicas = {model: tuple(names) for model, names in data["replicas"].items()}
+        replicas = {m: tuple((str(r), str(node)) for r, node in pairs) for m, pairs in data["replicas"].items()}
         more = {"agents": agents, "sessions": sessions, "groups": groups}
         return cls(**{**data, **more, "stands": stands, "outlooks": outlooks, "replicas": replicas})
 
@@ -364,8 +368,10 @@ class SchedulerState:
         """Let survival and outlook be worked out anew when they are asked for next."""
         self._chain = Chain(self.learner, self.handovers, tau=self.settings.tau, max_hops=self.settings.max_hops)
 
-    def snapshot(self) -> Snapshot:
-        """The state as routers and replicas need it."""
+    def snapshot(self, *, outlooks: bool = False) -> Snapshot:
+        """The state as routers and replicas need it. `outlooks`: with `stands` and `outlooks`, for replicas that
+        prewarm; to work the chain's outlooks out anew takes several times as long as all the rest.
+        """
         self.sessions.expire(self._now_s)
         alive = self.survival()
         counts = self.handovers.totals()
@@ -389,8 +395,8 @@ class SchedulerState:
         recent = list(self.sessions.recent(self.settings.snapshot_sessions))
         sessions = {session: (s.agent, s.replicas, s.prompt_tokens) for session, s in recent}
         stands = tuple(
-            Stand(s.past, s.group, s.replicas, s.last_s)
-            for _, s in recent
+            Stand(session, s.past, s.group, s.last_s)
+            for session, s in (recent[:MAX_STANDS] if outlooks else ())
             if s.past and self._now_s - s.last_s <= LIVE_S
         )
         return Snapshot(

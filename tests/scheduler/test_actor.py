@@ -135,18 +135,20 @@ def test_a_replica_that_is_not_heard_of_any_more_leaves_the_snapshot(monkeypatch
     now_s = 1000.0
     monkeypatch.setattr(actor_module.time, "monotonic", lambda: now_s)
     service = SchedulerService()
+    service.observe([turn("a")])
     for replica in ("r1", "r0"):
         service.sync_anchors(AnchorMessage("m", replica, "n0", 0, 0, 0))
     now_s += 1
     first = service.snapshot()
     assert first is not None
-    assert first.replicas == {"m": ("r0", "r1")}
+    assert first.replicas == {"m": (("r0", "n0"), ("r1", "n0"))}
+    assert [stand.past for stand in first.stands] == [("a",)], "somebody prewarms"
     now_s += actor_module.REPLICA_TTL_S - 0.5
     service.sync_anchors(AnchorMessage("m", "r1", "n0", 0, 0, 0))
     now_s += 1
     second = service.snapshot(first.version)
     assert second is not None
-    assert second.replicas == {"m": ("r1",)}
+    assert second.replicas == {"m": (("r1", "n0"),)}
 
 
 def test_what_was_prewarmed_is_listed_with_its_anchor() -> None:

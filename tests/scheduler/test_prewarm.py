@@ -43,6 +43,7 @@ from ropewalk.scheduler.state import (
 
 NOW = 1000.0
 SETTINGS = PrewarmSettings()
+REPLICAS = {"m": (("r0", "x"), ("r1", "x")), "n": (("s0", "x"), ("s1", "y"))}
 
 
 def view(agent: str, *warm: Warmth, model: str = "m") -> AgentView:
@@ -54,9 +55,10 @@ def snapshot_of(**changes: Any) -> Snapshot:
     values: dict[str, Any] = {
         "version": 1,
         "groups": {"a": Predictability(0.9, 100)},
-        "stands": (Stand(("a",), "a", ("r0",), NOW - 1),),
+        "stands": (Stand("s", ("a",), "a", NOW - 1),),
         "outlooks": {("a",): (("b", 1.0),)},
-        "replicas": {"m": ("r0", "r1")},
+        "sessions": {"s": ("a", ("r0",), 100)},
+        "replicas": {"m": REPLICAS["m"]},
         "agents": {"a": view("a"), "b": view("b")},
     }
     return dataclasses.replace(EMPTY_SNAPSHOT, **{**values, **changes})
@@ -82,7 +84,7 @@ def test_the_agent_that_is_expected_is_warmed_where_its_session_stands() -> None
 
 
 def test_who_is_needed_by_more_sessions_or_sooner_comes_first() -> None:
-    stands = tuple(Stand((past,), "a", ("r0",), NOW - 1) for past in ("x", "y", "z"))
+    stands = tuple(Stand("s", (past,), "a", NOW - 1) for past in ("x", "y", "z"))
     outlooks = {("x",): (("b", 2.0),), ("y",): (("b", 2.0),), ("z",): (("c", 1.5),)}
     assert decide(situation(snapshot_of(stands=stands, outlooks=outlooks)), SETTINGS).agent == "b"
     outlooks[("z",)] = (("c", 1.0),)
@@ -95,7 +97,7 @@ def test_who_is_needed_by_more_sessions_or_sooner_comes_first() -> None:
     ("changes", "verdict"),
     [
         ({"snapshot": EMPTY_SNAPSHOT}, Verdict.NO_SESSIONS),
-        ({"snapshot": snapshot_of(stands=(Stand(("a",), "a", ("r0",), NOW - LIVE_S - 1),))}, Verdict.NO_SESSIONS),
+        ({"snapshot": snapshot_of(stands=(Stand("s", ("a",), "a", NOW - LIVE_S - 1),))}, Verdict.NO_SESSIONS),
         ({"snapshot": snapshot_of(groups={"a": Predictability(0.29, 100)})}, Verdict.UNPREDICTABLE),
         ({"snapshot": snapshot_of(groups={"a": Predictability(1.0, 31)})}, Verdict.UNPREDICTABLE),
         ({"snapshot": snapshot_of(groups={})}, Verdict.UNPREDICTABLE),
@@ -121,23 +123,21 @@ def test_while_too_much_is_wasted_nothing_is_warmed() -> None:
 
 
 def test_an_agent_of_another_model_is_warmed_where_the_session_used_that_model_last() -> None:
-    stand = Stand(("a",), "a", ("r0", "s1"), NOW - 1)
     agents = {"a": view("a"), "b": view("b", model="n")}
-    snapshot = snapshot_of(stands=(stand,), agents=agents, replicas={"m": ("r0",), "n": ("s0", "s1")})
+    snapshot = snapshot_of(agents=agents, replicas=REPLICAS, sessions={"s": ("a", ("r0", "s1"), 100)})
     decided = {r: decide(situation(snapshot, model="n", replica=r), SETTINGS).agent for r in ("s0", "s1")}
     assert decided == {"s0": None, "s1": "b"}
     assert decide(situation(snapshot), SETTINGS).verdict == Verdict.NO_ANCHOR
 
 
-def test_a_session_without_a_replica_of_the_model_is_at_home_where_the_anchor_was_used_last() -> None:
-    stand = Stand(("a",), "a", ("r0",), NOW)
-    warm = (Warmth("gone", "n", NOW), Warmth("s1", "n", NOW - 10), Warmth("s0", "n", NOW - 20))
-    snapshot = snapshot_of(agents={"b": view("b", *warm, model="n")}, replicas={"n": ("s0", "s1")})
-    assert home_of("b", stand, snapshot, "n", NOW, 60) == "s1"
-    assert home_of("b", stand, snapshot, "n", NOW, 5) == "s0", "too long ago: the first of those with equal sessions"
-    busy = dataclasses.replace(snapshot, sessions={"x": ("a", ("s0",), 10)})
-    assert home_of("b", stand, busy, "n", NOW, 5) == "s1", "the one with fewer sessions"
-    assert home_of("b", stand, snapshot, "none", NOW, 60) is None
+def test_a_session_without_a_replica_of_the_model_is_at_home_where_the_router_would_send_it() -> None:
+    stand = Stand("s", ("a",), "a", NOW)
+    warm = (Warmth("gone", "z", NOW), Warmth("s1", "y", NOW - 500))
+    snapshot = snapshot_of(agents={"b": view("b", *warm, model="n")}, replicas=REPLICAS)
+    assert home_of("b", stand, snapshot, "n") == "s1", "where the anchor was used"
+    cold = dataclasses.replace(snapshot, agents={}, sessions={"t": ("a", ("s0",), 10)})
+    assert home_of("b", stand, cold, "n") == "s1", "the one with fewer sessions"
+    assert home_of("b", stand, snapshot, "none") is None
 
 
 replicas = st.sampled_from(["r0", "r1", "s0", "s1", "gone"])
@@ -148,9 +148,9 @@ snapshots = st.builds(
     stands=st.lists(
         st.builds(
             Stand,
+            session=st.sampled_from(["s", "t", "u"]),
             past=st.tuples(agents),
             group=st.none() | agents,
-            replicas=st.lists(replicas, unique=True, max_size=3).map(tuple),
             last_s=st.floats(NOW - 100, NOW),
         ),
         max_size=5,
@@ -165,7 +165,11 @@ snapshots = st.builds(
         ),
         max_size=3,
     ),
-    replicas=st.just({"m": ("r0", "r1"), "n": ("s0", "s1")}),
+    sessions=st.dictionaries(
+        st.sampled_from(["s", "t", "u"]),
+        st.tuples(agents, st.lists(replicas, unique=True, max_size=3).map(tuple), st.just(100)),
+    ),
+    replicas=st.just(REPLICAS),
 )
 
 
@@ -192,7 +196,7 @@ def test_whatever_is_warmed_keeps_every_rule(
         and found.r >= SETTINGS.r_min
         and found.num_handovers >= SETTINGS.min_handovers
         and any(a == agent and turns <= MAX_TURNS for a, turns in snapshot.outlooks.get(stand.past, ()))
-        and home_of(agent, stand, snapshot, "m", NOW, SETTINGS.window_s) == "r0"
+        and home_of(agent, stand, snapshot, "m") == "r0"
     ]
     assert reasons
 
@@ -203,7 +207,7 @@ def test_each_session_has_one_home_for_an_agent_among_the_replicas_that_live(
     snapshot: Snapshot, agent: str, model: str
 ) -> None:
     for stand in snapshot.stands:
-        assert home_of(agent, stand, snapshot, model, NOW, 60) in snapshot.replicas[model]
+        assert home_of(agent, stand, snapshot, model) in dict(snapshot.replicas[model])
 
 
 def test_a_learned_program_is_foretold_from_its_snapshot() -> None:
@@ -214,7 +218,7 @@ def test_a_learned_program_is_foretold_from_its_snapshot() -> None:
             time_s += 0.1
             state.observe(Observation(f"s{session}", agent, None, "m", "r0", "n0", time_s, prompt_tokens=10))
     state.observe(Observation("now", "plan", None, "m", "r0", "n0", time_s, prompt_tokens=10))
-    snapshot = dataclasses.replace(state.snapshot(), replicas={"m": ("r0",)})
+    snapshot = dataclasses.replace(state.snapshot(outlooks=True), replicas={"m": (("r0", "n0"),)})
     here = situation(snapshot, anchors={"plan": 100, "code": 100, "test": 100}, now_s=time_s + 1)
     assert decide(here, SETTINGS).agent is None, "everything was used within the window"
     waiting = dataclasses.replace(here, now_s=time_s + 50)

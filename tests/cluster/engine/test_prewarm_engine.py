@@ -37,9 +37,9 @@ class OneForecast:
             num_handovers=100,
             num_observations=100,
             groups={"a": Predictability(0.9, 100)},
-            stands=(Stand(("a",), "a", ("r",), START_S),),
+            stands=(Stand("s", ("a",), "a", START_S),),
             outlooks={("a",): (("b", 1.0),)},
-            replicas={"m": ("r",)},
+            replicas={"m": (("r", "n"),)},
         )
 
     def share_anchors(self, exchange: Any) -> None:

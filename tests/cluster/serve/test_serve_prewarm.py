@@ -69,9 +69,9 @@ class FakeScheduler:
             EMPTY_SNAPSHOT,
             agents={"b": view},
             groups={"a": Predictability(0.9, 100)},
-            stands=(Stand(("a",), "a", ("r0",), self._now_s()),),
+            stands=(Stand("s", ("a",), "a", self._now_s()),),
             outlooks={("a",): (("b", 1.0),)},
-            replicas={"m": ("r0",)},
+            replicas={"m": (("r0", "n0"),)},
         )
 
     def share_anchors(self, exchange: Any) -> None:
