@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import random
 from typing import Any
 
@@ -37,7 +38,7 @@ class OneForecast:
             num_handovers=100,
             num_observations=100,
             groups={"a": Predictability(0.9, 100)},
-            stands=(Stand("s", ("a",), "a", START_S),),
+            stands=(Stand("s", ("a",), "a", math.inf),),  # its last turn is never too long ago
             outlooks={("a",): (("b", 1.0),)},
             replicas={"m": (("r", "n"),)},
         )
