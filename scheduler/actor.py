@@ -3,7 +3,8 @@
 `SchedulerActor` wraps one `SchedulerState`: it is found by name, restarts by itself, and restores what it had saved.
 `SchedulerClient` keeps it off the request path: observations are buffered, snapshots are refreshed by a thread of its
 own, and whatever happens to the actor (absent, slow, stopped, killed) only makes the snapshot older. Nothing in the
-client raises into its caller, and nothing waits for Ray except `graph`, in a thread and for a bounded time.
+client raises into its caller but `call`, and nothing waits for Ray but that and `graph`, in a thread and for a bounded
+time.
 """
 
 from __future__ import annotations
@@ -346,7 +347,8 @@ class SchedulerClient:
         self._ensure_thread()
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Call a method of `SchedulerService`, for what somebody waits for; at most `CALL_TIMEOUT_S`.
+        """Call a method of `SchedulerService`, for what somebody waits for: `CALL_TIMEOUT_S` at most, and as long for
+        the actor to be found.
 
         Raises `SchedulerUnavailableError`, and ValueError when the method does.
         """
@@ -355,16 +357,24 @@ class SchedulerClient:
     def _call_blocking(self, method: str, *args: Any) -> Any:
         self._ensure_thread()
         try:
-            actor = self._actor
-            if actor is None:
-                raise _StartingError if ray.is_initialized() else _NoRayError
-            return self._await(getattr(actor, method).remote(*args))
+            return self._await(getattr(self._connected(), method).remote(*args))
         except RayTaskError as error:
             if isinstance(error.cause, ValueError):
                 raise error.cause from None
             raise SchedulerUnavailableError(self._note_failure(error)) from error
         except Exception as error:
             raise SchedulerUnavailableError(self._note_failure(error)) from error
+
+    def _connected(self) -> Any:
+        """The actor, waited for if the client's thread is just about to find it."""
+        deadline = time.monotonic() + CALL_TIMEOUT_S
+        while (actor := self._actor) is None:
+            if not ray.is_initialized():
+                raise _NoRayError
+            if time.monotonic() > deadline:
+                raise _StartingError
+            time.sleep(FLUSH_INTERVAL_S / 4)
+        return actor
 
     def observe(self, observation: Observation) -> None:
         """Hand an observation over. When the buffer is full, the oldest is dropped and counted."""

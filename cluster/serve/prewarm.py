@@ -121,7 +121,7 @@ class Prewarmer:
         if self._refused is not None:
             logger.warning("Prewarming is off: %s", self._refused)
             return
-        self._idle_since = asyncio.get_running_loop().time()
+        self._idle_since = time.monotonic()
         engine.on_prompt = self.prompt
         self._scheduler.share_anchors(self)
         self._task = asyncio.create_task(self._run())
@@ -146,7 +146,7 @@ class Prewarmer:
         finally:
             self._num_busy -= 1
             if self._num_busy == 0:
-                self._idle_since = asyncio.get_running_loop().time()
+                self._idle_since = time.monotonic()
                 self._idle.set()
 
     def prompt(self, key: str, tokens: Tokens) -> None:
@@ -246,7 +246,7 @@ class Prewarmer:
         """Wait until nothing has run here for `idle_s`."""
         while True:
             await self._idle.wait()
-            left = self._idle_since + self._settings.idle_s - asyncio.get_running_loop().time()
+            left = self._idle_since + self._settings.idle_s - time.monotonic()
             if left <= 0:
                 return
             await asyncio.sleep(left)

@@ -28,7 +28,7 @@ from ropewalk.scheduler.actor import (
     get_or_create_scheduler,
     stop_scheduler,
 )
-from ropewalk.scheduler.anchors import Anchor, AnchorMessage
+from ropewalk.scheduler.anchors import Anchor, AnchorBook, AnchorMessage, AnchorUpdate
 from ropewalk.scheduler.state import EMPTY_SNAPSHOT, Observation, SchedulerSettings
 
 
@@ -296,6 +296,47 @@ def test_a_scheduler_that_was_killed_for_good_is_made_again(settings: SchedulerS
     assert "a" in client.snapshot.agents, "restored from the file"
     assert client.status()["failures"], "the death was counted"
     client.close()
+
+
+class Shared:
+    """The book of one replica, as its client exchanges it."""
+
+    def __init__(self, replica: str) -> None:
+        self.replica = replica
+        self.book = AnchorBook()
+
+    def message(self) -> AnchorMessage:
+        return self.book.message("m", self.replica, "n0")
+
+    def take(self, message: AnchorMessage, update: AnchorUpdate) -> None:
+        self.book.take(message, update)
+
+
+@pytest.mark.engine
+def test_an_anchor_that_one_replica_learned_reaches_another(
+    settings: SchedulerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor_module, "ANCHOR_SYNC_S", 0.1)
+    clients = [SchedulerClient(settings), SchedulerClient(settings)]
+    shared = [Shared("r0"), Shared("r1")]
+    for number in range(2):
+        shared[0].book.learn("a", f"s{number}", [*range(100), 1000 + number])
+    for client, exchange in zip(clients, shared, strict=True):
+        client.share_anchors(exchange)
+    until(lambda: shared[1].book.get("a"))
+    found = shared[1].book.get("a")
+    assert found is not None
+    assert found.tokens.tolist() == list(range(100))
+    until(lambda: clients[0].snapshot.replicas == {"m": (("r0", "n0"), ("r1", "n0"))})
+    asyncio.run(clients[1].call("put_anchor", "m", Anchor("b", ANCHOR, "registered")))
+    until(lambda: all(exchange.book.get("b") for exchange in shared))
+    with pytest.raises(ValueError, match="got 3"):
+        asyncio.run(clients[1].call("put_anchor", "m", Anchor("c", ANCHOR[:3])))
+    assert asyncio.run(clients[0].call("delete_anchor", "b", None)) == ["m"]
+    until(lambda: not any(exchange.book.get("b") for exchange in shared))
+    assert not clients[1].status()["failures"].get("scheduler-error")
+    for client in clients:
+        client.close()
 
 
 @pytest.mark.engine
