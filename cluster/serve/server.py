@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any, Literal
 
 import ray
@@ -155,10 +155,12 @@ class AgentServer(LLMServer):
 
     async def _answer(self, request: Any, method: str, raw_request_info: Any) -> AsyncIterator[Any]:
         with self._busy():
-            async for event in self._answer_busy(request, method, raw_request_info):
-                yield event
+            # Closed at once when the client goes away, and not when somebody collects what is left of it.
+            async with contextlib.aclosing(self._answer_busy(request, method, raw_request_info)) as events:
+                async for event in events:
+                    yield event
 
-    async def _answer_busy(self, request: Any, method: str, raw_request_info: Any) -> AsyncIterator[Any]:
+    async def _answer_busy(self, request: Any, method: str, raw_request_info: Any) -> AsyncGenerator[Any, None]:
         try:
             settings = settings_of(request, raw_request_info, self._default_mode, self._default_edits)
             settings, applied = await self._editor.edit(request, settings)
@@ -205,10 +207,11 @@ class AgentServer(LLMServer):
         An answer with `error` is OpenAI's error object.
         """
         with self._busy():
-            async for answer in self._session(request):
-                yield answer
+            async with contextlib.aclosing(self._session(request)) as answers:
+                async for answer in answers:
+                    yield answer
 
-    async def _session(self, request: SessionCall) -> AsyncIterator[dict[str, Any]]:
+    async def _session(self, request: SessionCall) -> AsyncGenerator[dict[str, Any], None]:
         planned, name = self.engine.planned, request.session
         try:
             if request.action == "apply":
