@@ -181,12 +181,12 @@ class PlannedEngine:
             await asyncio.sleep(0.1)  # another process runs them: there is no event
         return True
 
-    async def prewarm(self, tokens: Tokens) -> RequestReport:
-        """Put an anchor into vLLM's prefix cache: from the node's store where it is there, computed where it is not.
+    async def prewarm(self, tokens: Tokens, agent: str) -> RequestReport:
+        """Put an agent's anchor into vLLM's prefix cache: from the node's store what is there, computed what is not.
 
         An exact request of one token of the default tenant, which counts nowhere as a user's. Cancelled, it is aborted.
         """
-        settings = RequestSettings(prewarm=True)
+        settings = RequestSettings(agent=agent, prewarm=True)
         params = SamplingParams(
             max_tokens=1, temperature=0.0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
@@ -407,7 +407,8 @@ class PlannedEngine:
         ended, self._ended = self._ended, []
         session = None if settings.session is None else f"{settings.tenant}/{settings.session}"
         agent = settings.agent or settings.recognised
-        return {"session": session, "agent": agent, "at_s": settings.at_s, "ended": ended}
+        turn = {"session": session, "agent": agent, "at_s": settings.at_s, "ended": ended}
+        return {**turn, "prewarm": settings.prewarm}
 
     def _take_settings(self, sampling_params: SamplingParams) -> RequestSettings:
         params = ((sampling_params.extra_args or {}).get("kv_transfer_params") or {}).get(PARAMS_KEY)

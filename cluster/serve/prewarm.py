@@ -59,7 +59,7 @@ class Engine(Protocol):
     @property
     def prewarm_refused(self) -> str | None: ...
 
-    async def prewarm(self, tokens: Tokens) -> RequestReport: ...
+    async def prewarm(self, tokens: Tokens, agent: str) -> RequestReport: ...
 
 
 class Scheduler(Protocol):
@@ -277,7 +277,7 @@ class Prewarmer:
         agent = anchor.agent
         _note(self._tried, agent, self._clock())
         self._counters["started"] += 1
-        flight = self._flight = asyncio.create_task(engine.prewarm(anchor.tokens))
+        flight = self._flight = asyncio.create_task(engine.prewarm(anchor.tokens, agent))
         try:
             await asyncio.wait({flight})
         finally:

@@ -67,7 +67,7 @@ def test_the_next_request_finds_a_prewarmed_anchor_and_answers_as_plain_vllm(eng
     anchor = prompt(MODEL, rng, 300)
     tokens = [*anchor, *prompt(MODEL, rng, 40)]
     before = ours.client.status()["counters"]
-    report = ours.run(ours.client.prewarm(as_tokens(anchor)))
+    report = ours.run(ours.client.prewarm(as_tokens(anchor), "b"))
     assert report.tokens["computed"] == len(anchor)
     after = ours.client.status()["counters"]
     assert {name: after.get(name, 0) - before.get(name, 0) for name in ("requests", "tokens_computed")} == {
@@ -84,10 +84,10 @@ def test_an_anchor_that_the_store_has_is_loaded(engines, rng):
     plain, ours = engines
     anchor = prompt(MODEL, rng, 300)
     tokens = [*anchor, *prompt(MODEL, rng, 40)]
-    ours.run(ours.client.prewarm(as_tokens(anchor)))
+    ours.run(ours.client.prewarm(as_tokens(anchor), "b"))
     ours.settle()
     ours.forget_prefixes()
-    report = ours.run(ours.client.prewarm(as_tokens(anchor)))
+    report = ours.run(ours.client.prewarm(as_tokens(anchor), "b"))
     assert report.num_loaded > len(anchor) // 2
     assert report.tokens["computed"] + report.num_loaded == len(anchor)
     answer = ours.ask(tokens)

@@ -41,7 +41,8 @@ class FakeEngine:
         self.go = asyncio.Event()
         self.go.set()
 
-    async def prewarm(self, tokens: Tokens) -> RequestReport:
+    async def prewarm(self, tokens: Tokens, agent: str) -> RequestReport:
+        assert agent == "b"
         self.asked.append(tokens.tolist())
         try:
             await self.go.wait()
