@@ -172,6 +172,18 @@ class SchedulerConfig(_Settings):
         return None if value is None else value.expanduser().absolute()
 
 
+class PrewarmConfig(_Settings):
+    """Warming of anchors in idle time, by what the scheduler foretells."""
+
+    enabled: bool = True
+    r_min: float = Field(default=0.3, ge=0, le=1)
+    min_handovers: int = Field(default=32, ge=1)
+    idle_s: float = Field(default=0.25, gt=0, le=60)
+    min_interval_s: float = Field(default=2.0, gt=0, le=3600)
+    max_waste: float = Field(default=0.5, gt=0, le=1)
+    window_s: float = Field(default=60.0, ge=1, le=3600)
+
+
 class ClusterConfig(_Settings):
     """Everything in `serve.yaml`."""
 
@@ -179,6 +191,7 @@ class ClusterConfig(_Settings):
     models: list[ModelConfig] = Field(min_length=1)
     store: StoreConfig = StoreConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    prewarm: PrewarmConfig = PrewarmConfig()
 
     @field_validator("models")
     @classmethod

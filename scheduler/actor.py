@@ -3,12 +3,16 @@
 `SchedulerActor` wraps one `SchedulerState`: it is found by name, restarts by itself, and restores what it had saved.
 `SchedulerClient` keeps it off the request path: observations are buffered, snapshots are refreshed by a thread of its
 own, and whatever happens to the actor (absent, slow, stopped, killed) only makes the snapshot older. Nothing in the
-client raises into its caller, and nothing waits for Ray except `graph`, in a thread and for a bounded time.
+client raises into its caller but `call`, and nothing waits for Ray but that and `graph`, in a thread and for a bounded
+time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
+import json
 import logging
 import os
 import threading
@@ -16,11 +20,19 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayError
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    GetTimeoutError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
+from ropewalk.scheduler.anchors import Anchor, AnchorMessage, AnchorTable, AnchorUpdate
 from ropewalk.scheduler.state import (
     EMPTY_SNAPSHOT,
     Observation,
@@ -52,6 +64,12 @@ CALL_TIMEOUT_S = 2.0
 MAX_BACKOFF_S = 10.0
 """Longest pause between tries to reach the actor: a cluster that comes back is found again within this."""
 
+ANCHOR_SYNC_S = 1.0
+"""How often a replica that prewarms tells its anchors and hears of others', and says by it that it is there."""
+
+REPLICA_TTL_S = 10.0
+"""A replica not heard of for so long is taken to be gone: nobody waits for it to warm anything."""
+
 MAX_BUFFERED = 4096
 """Observations held while the actor cannot be reached; the oldest are dropped and counted. About 4 MB with sketches."""
 
@@ -79,6 +97,10 @@ class SchedulerService:
         # Versions of an earlier life, even those never saved, must not come up again with other content: milliseconds
         # since the epoch grow faster than one actor can observe.
         self._state.version = max(self._state.version + 1, time.time_ns() // 1_000_000)
+        self._anchors = self._load_anchors()
+        self._anchors_saved = self._anchors.version
+        self._heard_s: dict[tuple[str, str, str], float] = {}
+        self._replicas: dict[str, tuple[tuple[str, str], ...]] = {}
         self._snapshot = self._state.snapshot()
         self._snapshot_s = time.monotonic()
         if self._path is not None:
@@ -97,9 +119,62 @@ class SchedulerService:
         """A snapshot at most `SNAPSHOT_INTERVAL_S` old, None when the caller has it already."""
         with self._lock:
             now = time.monotonic()
+            self._count_replicas(now)
             if self._snapshot.version != self._state.version and now - self._snapshot_s >= SNAPSHOT_INTERVAL_S:
-                self._snapshot, self._snapshot_s = self._state.snapshot(), now
+                self._snapshot, self._snapshot_s = self._make_snapshot(), now
             return None if since_version == self._snapshot.version else self._snapshot
+
+    def sync_anchors(self, message: AnchorMessage) -> AnchorUpdate:
+        """Take in what a replica says of its anchors, and answer what it does not know."""
+        with self._lock:
+            now = time.monotonic()
+            self._heard_s[message.model, message.replica, message.node] = now
+            self._count_replicas(now)
+            for agent, time_s in message.warmed:
+                self._state.note_warm(agent, message.replica, message.node, time_s)
+            update = self._anchors.sync(message)
+        if message.warmed or message.anchors:
+            self._changed.set()
+        return update
+
+    def put_anchor(self, model: str, anchor: Anchor) -> None:
+        """Add or replace an anchor. Raises ValueError when it is too short or too long."""
+        with self._lock:
+            self._anchors.put(model, anchor)
+        self._changed.set()
+
+    def delete_anchor(self, agent: str, model: str | None = None) -> list[str]:
+        """Remove an agent's anchors; returns the models that had one."""
+        with self._lock:
+            models = self._anchors.delete(agent, model)
+        self._changed.set()
+        return models
+
+    def purge_anchors(self, model: str) -> int:
+        """Forget what was learned for a model; returns the model's new epoch."""
+        with self._lock:
+            epoch = self._anchors.purge(model)
+        self._changed.set()
+        return epoch
+
+    def anchors(self) -> list[dict[str, Any]]:
+        """All anchors, for `GET /v1/anchors`: where each was used or warmed, and when."""
+        with self._lock:
+            views = self._state.snapshot().agents
+            return [
+                {
+                    "agent": anchor.agent,
+                    "model": model,
+                    "tokens": len(anchor.tokens),
+                    "origin": anchor.origin,
+                    "warm": [
+                        {"replica": w.replica, "node": w.node, "last_s": w.last_s}
+                        for w in (views[anchor.agent].warm if anchor.agent in views else ())
+                        if (w.replica, w.node) in self._replicas.get(model, ())
+                    ],
+                }
+                for model, anchor in self._anchors.anchors()
+            ]
 
     def graph(self) -> dict[str, Any]:
         """The body of `GET /v1/agents`."""
@@ -115,6 +190,7 @@ class SchedulerService:
                 "refused": self._state.num_refused,
                 "agents": len(self._state.registry),
                 "sessions": len(self._state.sessions),
+                "anchors": len(self._anchors.anchors()),
                 "start": self._restored or "empty",
                 "save_failures": dict(self._save_failures),
             }
@@ -125,8 +201,14 @@ class SchedulerService:
             return False
         with self._lock:
             data = self._state.to_dict()
+            anchors, version = None, self._anchors.version
+            if version != self._anchors_saved:
+                anchors = self._anchors.to_dict()
         try:
             save_state(data, self._path)
+            if anchors is not None:
+                save_state(anchors, anchors_path(self._path))
+                self._anchors_saved = version
         except OSError as error:
             self._save_failures[type(error).__name__] += 1
             logger.warning("scheduler state could not be saved to %s: %s", self._path, error)
@@ -141,8 +223,41 @@ class SchedulerService:
         """Forget everything learned."""
         with self._lock:
             self._state.clear()
-            self._snapshot, self._snapshot_s = self._state.snapshot(), time.monotonic()
+            self._anchors = AnchorTable(time.time_ns())
+            self._anchors_saved = -1
+            self._snapshot, self._snapshot_s = self._make_snapshot(), time.monotonic()
         self._changed.set()
+
+    def _make_snapshot(self) -> Snapshot:
+        snapshot = self._state.snapshot(outlooks=bool(self._replicas))
+        return dataclasses.replace(snapshot, replicas=self._replicas)
+
+    def _count_replicas(self, now_s: float) -> None:
+        """Forget the replicas that were not heard of, and publish who is left if that changed."""
+        for name in [name for name, heard_s in self._heard_s.items() if now_s - heard_s > REPLICA_TTL_S]:
+            del self._heard_s[name]
+        found: dict[str, tuple[tuple[str, str], ...]] = {}
+        for model, replica, node in sorted(self._heard_s):
+            found[model] = (*found.get(model, ()), (replica, node))
+        if found != self._replicas:
+            self._replicas = found
+            self._state.version += 1
+
+    def _load_anchors(self) -> AnchorTable:
+        """The table as it was saved. What cannot be read is put aside; replicas send what they know again."""
+        life = time.time_ns()
+        if self._path is None:
+            return AnchorTable(life)
+        path = anchors_path(self._path)
+        try:
+            return AnchorTable.from_dict(json.loads(path.read_bytes()), life)
+        except FileNotFoundError:
+            return AnchorTable(life)
+        except (OSError, ValueError) as error:
+            logger.warning("anchors in %s not used: %s; starting with none", path, error)
+        with contextlib.suppress(OSError):
+            path.replace(path.with_name(f"{path.name}.damaged"))
+        return AnchorTable(life)
 
     def _save_forever(self) -> None:
         while True:
@@ -150,6 +265,11 @@ class SchedulerService:
             self._changed.clear()
             self.save()
             time.sleep(self._settings.save_interval_s)  # no more saves than one an interval
+
+
+def anchors_path(state_path: Path) -> Path:
+    """The file of anchors beside a state file: it is larger, and changes seldom."""
+    return state_path.with_name(f"{state_path.name}.anchors")
 
 
 SchedulerActor = ray.remote(SchedulerService)
@@ -185,6 +305,20 @@ def stop_scheduler() -> bool:
     return True
 
 
+class AnchorExchange(Protocol):
+    """What a replica that prewarms gives its client. Called from the client's thread."""
+
+    def message(self) -> AnchorMessage:
+        """What the table should hear."""
+
+    def take(self, message: AnchorMessage, update: AnchorUpdate) -> None:
+        """Take in what the table answered to a message."""
+
+
+class SchedulerUnavailableError(RuntimeError):
+    """A call to the scheduler was not answered; the message is the reason's name."""
+
+
 class SchedulerClient:
     """One per process. `observe` and `snapshot` return at once, from any thread or event loop.
 
@@ -205,6 +339,42 @@ class SchedulerClient:
         self._thread: threading.Thread | None = None
         self._counts: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
+        self._exchange: AnchorExchange | None = None
+
+    def share_anchors(self, exchange: AnchorExchange) -> None:
+        """Exchange anchors with the scheduler from now on, every `ANCHOR_SYNC_S`."""
+        self._exchange = exchange
+        self._ensure_thread()
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call a method of `SchedulerService`, for what somebody waits for: `CALL_TIMEOUT_S` at most, and as long for
+        the actor to be found.
+
+        Raises `SchedulerUnavailableError`, and ValueError when the method does.
+        """
+        return await asyncio.to_thread(self._call_blocking, method, *args)
+
+    def _call_blocking(self, method: str, *args: Any) -> Any:
+        self._ensure_thread()
+        try:
+            return self._await(getattr(self._connected(), method).remote(*args))
+        except RayTaskError as error:
+            if isinstance(error.cause, ValueError):
+                raise error.cause from None
+            raise SchedulerUnavailableError(self._note_failure(error)) from error
+        except Exception as error:
+            raise SchedulerUnavailableError(self._note_failure(error)) from error
+
+    def _connected(self) -> Any:
+        """The actor, waited for if the client's thread is just about to find it."""
+        deadline = time.monotonic() + CALL_TIMEOUT_S
+        while (actor := self._actor) is None:
+            if not ray.is_initialized():
+                raise _NoRayError
+            if time.monotonic() > deadline:
+                raise _StartingError
+            time.sleep(FLUSH_INTERVAL_S / 4)
+        return actor
 
     def observe(self, observation: Observation) -> None:
         """Hand an observation over. When the buffer is full, the oldest is dropped and counted."""
@@ -278,13 +448,16 @@ class SchedulerClient:
 
     def _run(self) -> None:
         backoff_s = 0.0
-        refresh_at = 0.0
+        refresh_at = sync_at = 0.0
         while True:
             try:
                 self._send_buffered()
                 if time.monotonic() >= refresh_at:
                     self._refresh()
                     refresh_at = time.monotonic() + REFRESH_INTERVAL_S
+                if self._exchange is not None and time.monotonic() >= sync_at:
+                    self._sync_anchors(self._exchange)
+                    sync_at = time.monotonic() + ANCHOR_SYNC_S
                 backoff_s = 0.0
             except Exception as error:
                 self._note_failure(error)
@@ -293,7 +466,7 @@ class SchedulerClient:
                 return
             self._wake.wait(backoff_s or FLUSH_INTERVAL_S)
             if self._wake.is_set():
-                refresh_at = 0.0
+                refresh_at = sync_at = 0.0
             self._wake.clear()
 
     def _send_buffered(self) -> None:
@@ -316,6 +489,10 @@ class SchedulerClient:
         if snapshot is not None:
             self._snapshot = snapshot
         self._refreshed_s = time.monotonic()
+
+    def _sync_anchors(self, exchange: AnchorExchange) -> None:
+        message = exchange.message()
+        exchange.take(message, self._await(self._connect().sync_anchors.remote(message)))
 
     def _connect(self) -> Any:
         """The actor once it has answered. Runs in the client's thread only; tried again after every failure."""

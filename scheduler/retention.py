@@ -106,8 +106,11 @@ class Retention:
         self.num_turns += 1
         self.now_s = max(self.now_s, now_s)
 
-    def used(self, session: str, agent: str, blocks: Iterable[Block]) -> None:
-        """Note that the turn uses these blocks, in the order of its tokens."""
+    def used(self, session: str | None, agent: str, blocks: Iterable[Block]) -> None:
+        """Note that the turn uses these blocks, in the order of its tokens.
+
+        Without a session there is no turn: an agent's anchor was put into the cache, which is all its sessions'.
+        """
         for depth, block in enumerate(blocks):
             use = self._uses.get(block)
             if use is None:

@@ -42,6 +42,16 @@ MAX_WARM_REPLICAS = 16
 NEXT_AGENTS = 8
 """Successors a snapshot carries an agent: with tau = 0.1 at most ten can matter, and eight hold nearly all the mass."""
 
+LIVE_S = 60.0
+"""Seconds since its last turn for which a session's outlook is published: one that waits longer, for a person or a long
+tool run, gives no notice of when it goes on."""
+
+MAX_STANDS = 256
+"""Sessions of which that is so: where more are live, hardly any replica is idle, and snapshots go to every process."""
+
+OUTLOOK_AGENTS = 4
+"""Agents of an outlook that a snapshot carries: those that are needed first."""
+
 MAX_ID_CHARS = 256
 """Session, replica, node and model names come over the wire and are kept: bounded."""
 
@@ -126,6 +136,17 @@ class AgentView:
     profile: Profile | None
     next: tuple[tuple[str, float, int], ...]
     warm: tuple[Warmth, ...]
+    model: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """Where a session stands that had a turn in the last `LIVE_S` seconds; fields as `agents.sessions.SessionState`."""
+
+    session: str
+    past: Past
+    group: str | None
+    last_s: float
 
 
 @dataclass(frozen=True)
@@ -133,7 +154,10 @@ class Snapshot:
     """What routers and replicas read locally. `version` differs whenever the content does, across restarts too.
 
     `sessions[session] = (agent, replicas most recent first, tokens of the last prompt)`. `groups`: how predictable the
-    sessions are that begin with an agent. `predictability`: that of all sessions.
+    sessions are that begin with an agent. `predictability`: that of all sessions. `stands`: the sessions that had a
+    turn just now, most recent first, at most `MAX_STANDS`. `outlooks`: for each past of theirs the `OUTLOOK_AGENTS`
+    that are needed first, and in how many turns. `replicas`: those of each model that prewarm and were heard of just
+    now, with their nodes.
     """
 
     version: int
@@ -144,6 +168,9 @@ class Snapshot:
     num_handovers: int
     num_observations: int
     groups: Mapping[str, Predictability] = field(default_factory=dict)
+    stands: tuple[Stand, ...] = ()
+    outlooks: Mapping[Past, tuple[tuple[str, float], ...]] = field(default_factory=dict)
+    replicas: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
 
     @cached_property
     def index(self) -> AnchorIndex:
@@ -179,6 +206,9 @@ class Snapshot:
             "num_handovers": self.num_handovers,
             "num_observations": self.num_observations,
             "groups": {group: [p.r, p.num_handovers] for group, p in self.groups.items()},
+            "stands": [[s.session, list(s.past), s.group, s.last_s] for s in self.stands],
+            "outlooks": [[list(past), [list(item) for item in nearest]] for past, nearest in self.outlooks.items()],
+            "replicas": {model: [list(pair) for pair in pairs] for model, pairs in self.replicas.items()},
         }
 
     @classmethod
@@ -197,7 +227,11 @@ class Snapshot:
         }
         sessions = {s: (agent, tuple(replicas), int(n)) for s, (agent, replicas, n) in data["sessions"].items()}
         groups = {group: Predictability(float(r), int(n)) for group, (r, n) in data["groups"].items()}
-        return cls(**{**data, "agents": agents, "sessions": sessions, "groups": groups})
+        stands = tuple(Stand(s, tuple(past), group, float(at)) for s, past, group, at in data["stands"])
+        outlooks = {tuple(past): tuple((str(a), float(t)) for a, t in near) for past, near in data["outlooks"]}
+        replicas = {m: tuple((str(r), str(node)) for r, node in pairs) for m, pairs in data["replicas"].items()}
+        more = {"agents": agents, "sessions": sessions, "groups": groups}
+        return cls(**{**data, **more, "stands": stands, "outlooks": outlooks, "replicas": replicas})
 
 
 EMPTY_SNAPSHOT = Snapshot(0, 0.0, {}, {}, 0.0, 0, 0)
@@ -213,6 +247,13 @@ class _Use:
     prompt: int = 0
     cached: int = 0
     reused: int = 0
+
+    def note(self, replica: str, node: str, time_s: float) -> None:
+        """The anchor was used on this replica."""
+        self.warm[replica] = (node, time_s)
+        self.warm.move_to_end(replica)
+        if len(self.warm) > MAX_WARM_REPLICAS:
+            self.warm.popitem(last=False)
 
     def absorb(self, other: _Use) -> None:
         """Add what was another agent's until now."""
@@ -277,11 +318,7 @@ class SchedulerState:
             use = self._uses.get(agent)
             if use is None:
                 use = self._uses[agent] = _Use()
-            warm = use.warm
-            warm[o.replica] = (o.node, time_s)
-            warm.move_to_end(o.replica)
-            if len(warm) > MAX_WARM_REPLICAS:
-                warm.popitem(last=False)
+            use.note(o.replica, o.node, time_s)
             use.model = o.model
             use.prompt += o.prompt_tokens
             use.cached += o.cached_tokens
@@ -304,6 +341,18 @@ class SchedulerState:
         self.sessions.rename_agent(agent, None)
         self._uses.pop(agent, None)
 
+    def note_warm(self, agent: str, replica: str, node: str, time_s: float) -> bool:
+        """Note that an agent's anchor was warmed on a replica; False for an agent that is not known.
+
+        Nothing is learned from it: no turn of the agent took place.
+        """
+        use = self._uses.get(agent)
+        if use is None or use.warm.get(replica, (node, -math.inf))[1] >= time_s:
+            return False
+        use.note(replica, node, time_s)
+        self.version += 1
+        return True
+
     def survival(self) -> dict[str, float]:
         """Survival of each agent's anchor over the live sessions."""
         return self._chain.survival(self.sessions.live_pasts())
@@ -319,8 +368,10 @@ class SchedulerState:
         """Let survival and outlook be worked out anew when they are asked for next."""
         self._chain = Chain(self.learner, self.handovers, tau=self.settings.tau, max_hops=self.settings.max_hops)
 
-    def snapshot(self) -> Snapshot:
-        """The state as routers and replicas need it."""
+    def snapshot(self, *, outlooks: bool = False) -> Snapshot:
+        """The state as routers and replicas need it. `outlooks`: with `stands` and `outlooks`, for replicas that
+        prewarm; to work the chain's outlooks out anew takes several times as long as all the rest.
+        """
         self.sessions.expire(self._now_s)
         alive = self.survival()
         counts = self.handovers.totals()
@@ -339,11 +390,15 @@ class SchedulerState:
                 profile=profile,
                 next=tuple(self._successors(entry.agent, counts)[:NEXT_AGENTS]),
                 warm=tuple(Warmth(replica, node, last_s) for replica, (node, last_s) in reversed(use.warm.items())),
+                model=use.model,
             )
-        sessions = {
-            session: (s.agent, s.replicas, s.prompt_tokens)
-            for session, s in self.sessions.recent(self.settings.snapshot_sessions)
-        }
+        recent = list(self.sessions.recent(self.settings.snapshot_sessions))
+        sessions = {session: (s.agent, s.replicas, s.prompt_tokens) for session, s in recent}
+        stands = tuple(
+            Stand(session, s.past, s.group, s.last_s)
+            for session, s in (recent[:MAX_STANDS] if outlooks else ())
+            if s.past and self._now_s - s.last_s <= LIVE_S
+        )
         return Snapshot(
             version=self.version,
             time_s=self._now_s,
@@ -353,6 +408,8 @@ class SchedulerState:
             num_handovers=self.handovers.num_handovers,
             num_observations=self.num_observations,
             groups=self.handovers.groups(),
+            stands=stands,
+            outlooks=self._chain.nearest(list({stand.past for stand in stands}), OUTLOOK_AGENTS),
         )
 
     def _successors(self, agent: str, counts: Table) -> list[tuple[str, float, int]]:

@@ -110,6 +110,20 @@ class Chain:
         row = self._turns[self.state(past)].tolist()
         return {agent: turns for agent, turns in zip(self._agents, row, strict=True) if turns < self.horizon - 0.5}
 
+    def nearest(self, pasts: Sequence[Context], count: int) -> dict[Context, tuple[tuple[str, float], ...]]:
+        """The `count` agents of the lowest `outlook` at each past, with it, ascending."""
+        if not pasts:
+            return {}
+        self.update()
+        if self._turns is None:
+            self._turns = self._expected_turns()
+        turns = self._turns[[self.state(past) for past in pasts]]
+        order = np.argsort(turns, axis=1, kind="stable")[:, :count]
+        return {
+            past: tuple((self._agents[a], float(row[a])) for a in nearest.tolist() if row[a] < self.horizon - 0.5)
+            for past, row, nearest in zip(pasts, turns, order, strict=True)
+        }
+
     def state(self, past: Sequence[str]) -> int:
         """Number of the longest state that `past` ends in; that of no agent at all when its last is not known."""
         context = tuple(past[-self._longest :])

@@ -145,8 +145,8 @@ class RopewalkConnector(KVConnectorBase_V1):
         self._order: PoolOrder | None = None
         if self._settings.retention != "lru":
             self._order = PoolOrder(RULES[self._settings.retention], self._block_size)
-        self._turns: dict[str, tuple[str, str]] = {}
-        """Session and agent of each request that is a turn."""
+        self._turns: dict[str, tuple[str | None, str]] = {}
+        """Session and agent of each request that is a turn; no session where an agent's anchor is prewarmed."""
         # Worker half
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._layout: KvLayout | None = None
@@ -227,6 +227,9 @@ class RopewalkConnector(KVConnectorBase_V1):
         turn = params.get("turn") or {}
         for session in turn.get("ended", ()):
             self._order.rule.end(session)
+        if turn.get("prewarm"):  # nobody's turn: nothing is learned from it
+            self._turns[request_id] = None, turn.get("agent") or ""
+            return
         # Who names no session has one turn in a session of their own.
         session, agent = turn.get("session") or request_id, turn.get("agent") or ""
         self._turns[request_id] = session, agent
@@ -368,6 +371,7 @@ class RopewalkConnector(KVConnectorBase_V1):
         returned = {
             "fallbacks": tracked.fallbacks,
             "num_failed": tracked.num_failed,
+            "num_loaded": max(tracked.num_external - tracked.num_failed, 0),
             "saving": saving,
             "engine": self._engine,
             "counters": dict(self._counters + self._queue.counters),

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -74,6 +74,8 @@ class PlannedEngine:
         self._planning = Planning(
             planner, self._block_size, self._store, self.turns.sessions, settings.min_run, settings.max_hold_s
         )
+        self.on_prompt: Callable[[str, Tokens], None] | None = None
+        """Called with the key and token ids of each prompt of the default tenant that may be remembered."""
         self._num_running = 0
         self._num_started = 0
         self._ended: list[str] = []
@@ -90,6 +92,23 @@ class PlannedEngine:
     def facts(self) -> EngineFacts:
         """What the engine's KV is; once prepared, as the loaded model confirms it."""
         return self._facts
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt and answer together, in tokens."""
+        return self._max_model_len
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of one block of vLLM's prefix cache."""
+        return self._block_size
+
+    @property
+    def prewarm_refused(self) -> str | None:
+        """Why nothing can be prewarmed here; None when it can."""
+        if self._facts.refused is not None:
+            return self._facts.refused
+        return None if self._planning.is_batched else "vLLM has no prefix cache for this model here"
 
     # What the serving layer asks
 
@@ -162,6 +181,23 @@ class PlannedEngine:
             await asyncio.sleep(0.1)  # another process runs them: there is no event
         return True
 
+    async def prewarm(self, tokens: Tokens, agent: str) -> RequestReport:
+        """Put an agent's anchor into vLLM's prefix cache: from the node's store what is there, computed what is not.
+
+        An exact request of one token of the default tenant, which counts nowhere as a user's. Cancelled, it is aborted.
+        """
+        settings = RequestSettings(agent=agent, prewarm=True)
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        params.extra_args = {"kv_transfer_params": {PARAMS_KEY: settings.to_params()}}
+        prompt = tokens_input(tokens.tolist())
+        async with contextlib.aclosing(self.generate(prompt, params, f"prewarm-{uuid.uuid4().hex}")) as outputs:
+            async for _ in outputs:
+                pass
+        (report,) = self.pop_reports(settings.key)
+        return report
+
     async def apply_directives(
         self, session: str, directives: Sequence[Sequence[Any]], mode: Mode = "exact"
     ) -> dict[str, Any]:
@@ -226,6 +262,8 @@ class PlannedEngine:
         if turn.tokens is not tokens:
             prompt = {**prompt, "prompt_token_ids": turn.tokens.tolist()}
             prompt.pop("prompt", None)  # the text is no longer that of the tokens
+        if self.on_prompt is not None and _may_be_remembered(settings):
+            self.on_prompt(settings.key, turn.tokens)
         await self._planning.wait_for_saves(turn, settings, self._num_running)
         plan = self._planning.plan(turn, settings, report, reuse_refused=self._reuse_refused)
         self._num_started += 1
@@ -293,6 +331,7 @@ class PlannedEngine:
                         if returned.get("saving"):
                             self._planning.pending.add(self._store(settings.tenant), returned["saving"])
                         report.num_computed_by_stages = num_computed_by_stages
+                        report.num_loaded = returned.get("num_loaded", 0)
                         self._reports.finish(report, settings, output, plan)
                     output.kv_transfer_params = None  # internal: not for clients
                     yield output
@@ -368,7 +407,8 @@ class PlannedEngine:
         ended, self._ended = self._ended, []
         session = None if settings.session is None else f"{settings.tenant}/{settings.session}"
         agent = settings.agent or settings.recognised
-        return {"session": session, "agent": agent, "at_s": settings.at_s, "ended": ended}
+        turn = {"session": session, "agent": agent, "at_s": settings.at_s, "ended": ended}
+        return {**turn, "prewarm": settings.prewarm}
 
     def _take_settings(self, sampling_params: SamplingParams) -> RequestSettings:
         params = ((sampling_params.extra_args or {}).get("kv_transfer_params") or {}).get(PARAMS_KEY)
@@ -508,6 +548,11 @@ class Answered:
     def computed(self) -> list[int]:
         """Those that have KV: the last one was sampled, and not fed back."""
         return self._tokens[:-1]
+
+
+def _may_be_remembered(settings: RequestSettings) -> bool:
+    is_users = bool(settings.key) and not settings.prewarm
+    return is_users and settings.keep and not settings.scratch and settings.tenant == "default"
 
 
 EngineClient.register(PlannedEngine)

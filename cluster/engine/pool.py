@@ -82,6 +82,6 @@ class PoolOrder:
             block = block.next_free_block
         return window, needed
 
-    def used(self, session: str, agent: str, request: Request, num_tokens: int) -> None:
+    def used(self, session: str | None, agent: str, request: Request, num_tokens: int) -> None:
         """Note which blocks a request has used: all that its first `num_tokens` tokens fill."""
         self.rule.used(session, agent, request.block_hashes[: num_tokens // self._block_size])

@@ -58,12 +58,13 @@ class Reports:
         report.tokens = {"computed": num_tokens - cached, "exact": exact, "reused": reused, "spliced": spliced}
         report.plan = describe(plan)
         report.lineage = next((mark.label for mark in reversed(plan.marks) if mark.label != REUSE), None)
-        for kind, count in report.tokens.items():
-            self.counters[f"tokens_{kind}"] += count
-        self.counters["requests"] += 1
-        self.counters["stages"] += len(plan.stages)
-        for reason in report.fallbacks:
-            self.counters[f"fallback_{reason}"] += 1
+        if not settings.prewarm:
+            for kind, count in report.tokens.items():
+                self.counters[f"tokens_{kind}"] += count
+            self.counters["requests"] += 1
+            self.counters["stages"] += len(plan.stages)
+            for reason in report.fallbacks:
+                self.counters[f"fallback_{reason}"] += 1
         if settings.key:
             self._reports.setdefault(settings.key, []).append(report)
             if len(self._reports) > MAX_REPORTS:

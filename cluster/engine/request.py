@@ -37,6 +37,8 @@ class RequestSettings:
     that are attended to now, and neither stored nor found by anybody. `spans_of`: `digest` of the tokens that the spans
     were said of; a prompt that was rendered otherwise is refused.
 
+    `prewarm`: nobody asked for this request; it is not counted among those that were (`PlannedEngine.prewarm`).
+
     The rest is for studies of quality, and never set by the HTTP layer. `rotate=False` takes reused keys as they were
     computed, at the wrong positions. `boundary` overrides how many
     tokens at the beginning of each reused stretch are computed. `keep=False` leaves nothing behind: what the request
@@ -57,6 +59,7 @@ class RequestSettings:
     expects_splice: bool = False
     scratch: Sequence[Sequence[int]] = ()
     spans_of: str | None = None
+    prewarm: bool = False
     rotate: bool = True
     boundary: int | None = None
     keep: bool = True
@@ -109,6 +112,7 @@ class RequestReport:
 
     `computed` were prefilled, `exact` came from a cache that equals a prefill, `reused` came from position-independent
     chunks, `spliced` from the session's `lineage`. Counts follow vLLM's own accounting (`num_cached_tokens`).
+    `num_loaded` of the cached ones came from the store; the others were in vLLM's prefix cache.
     """
 
     mode: Mode
@@ -117,6 +121,7 @@ class RequestReport:
     num_cached_tokens: int = 0
     num_stages: int = 0
     num_computed_by_stages: int = 0
+    num_loaded: int = 0
     tokens: dict[str, int] = field(default_factory=lambda: {"computed": 0, "exact": 0, "reused": 0, "spliced": 0})
     plan: list[PlannedRange] = field(default_factory=list)
     fallbacks: list[str] = field(default_factory=list)

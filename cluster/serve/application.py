@@ -21,6 +21,7 @@ from ropewalk.cluster.serve.ingress import ingress_class
 from ropewalk.cluster.serve.router import AgentRouter
 from ropewalk.cluster.serve.server import AgentServer, PlainServer
 from ropewalk.cluster.serve.shares import cpus_per_replica
+from ropewalk.scheduler.prewarm import PrewarmSettings
 from ropewalk.scheduler.state import SchedulerSettings
 
 APP_NAME = "ropewalk"
@@ -78,6 +79,7 @@ def build_application(
         deployments={model.name: deployment_name(model) for model in config.models},
         app_name=APP_NAME,
         scheduler=scheduler_settings(config),
+        prewarms=prewarm_settings(config) is not None,
     )
 
 
@@ -87,6 +89,13 @@ def scheduler_settings(config: ClusterConfig) -> SchedulerSettings | None:
         return None
     path = config.scheduler.state_path
     return SchedulerSettings(state_path=str(path) if path is not None else None)
+
+
+def prewarm_settings(config: ClusterConfig) -> PrewarmSettings | None:
+    """Settings of the prewarmers, `None` when they, or the scheduler whose forecasts they follow, are switched off."""
+    if not (config.prewarm.enabled and config.scheduler.enabled):
+        return None
+    return PrewarmSettings(**config.prewarm.model_dump(exclude={"enabled"}))
 
 
 def engine_settings(config: ClusterConfig, model: ModelConfig, store_root: Path) -> EngineSettings:
@@ -184,6 +193,7 @@ def _model_deployment(config: ClusterConfig, model: ModelConfig, llm_config: LLM
             "default_edits": model.edits,
             "policies": model.policies,
             "scheduler": scheduler_settings(config),
+            "prewarm": prewarm_settings(config),
         }
     return build_llm_deployment(
         llm_config,

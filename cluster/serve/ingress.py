@@ -34,12 +34,14 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
+from ropewalk.agents.sketch import clean_agent_name
 from ropewalk.cluster.serve import metrics
 from ropewalk.cluster.serve.edits import TokenSpan
 from ropewalk.cluster.serve.reasons import reasons_of
-from ropewalk.cluster.serve.server import SessionCall, unknown_session
+from ropewalk.cluster.serve.server import ANCHORS_OFF, AnchorCall, SessionCall, unavailable, unknown_session
+from ropewalk.cluster.serve.settings import RequestRefused
 from ropewalk.cluster.store.node_store import Traces
-from ropewalk.scheduler.actor import SchedulerClient
+from ropewalk.scheduler.actor import SchedulerClient, SchedulerUnavailableError
 from ropewalk.scheduler.state import EMPTY_SNAPSHOT, SchedulerSettings, graph_payload
 
 STATUS_DEADLINE_S = 5.0
@@ -68,6 +70,18 @@ class VerbBody(BaseModel):
     span: TokenSpan | None = None
     ttl_s: float | None = Field(None, gt=0, le=86_400)
     age_s: float | None = Field(None, gt=0, le=86_400)
+
+
+class AnchorBody(BaseModel):
+    """Body of `POST /v1/anchors`: `messages` and `tools`, or a `prompt`; `model` may be left out if one is served."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
+    agent: str = Field(min_length=1, max_length=256)
+    messages: list[Any] | None = Field(None, min_length=1)
+    tools: list[Any] | None = None
+    prompt: str | list[int] | None = Field(None, min_length=1)
 
 
 class UnknownModelError(Exception):
@@ -102,6 +116,7 @@ class AgentIngress(OpenAiIngress):
         deployments: dict[str, str],
         app_name: str,
         scheduler: SchedulerSettings | None,
+        prewarms: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -109,6 +124,7 @@ class AgentIngress(OpenAiIngress):
         self._models: dict[str, dict[str, Any]] = {model["id"]: model for model in models}
         self._deployments = deployments
         self._app_name = app_name
+        self._prewarms = prewarms
         self._created = int(time.time())
 
     async def _get_model_id(self, model: str | None) -> str:
@@ -204,6 +220,7 @@ class AgentIngress(OpenAiIngress):
         """Forget a session, on all nodes that know it."""
         nodes, replicas = await self._nodes_and_replicas(model)
         await _ask_all(replicas, "settle")  # a turn that is answered is noted before, not behind it
+        await _ask_all(replicas, "forget_prompts", session_id)
         answers = await _ask_all(nodes, "delete_session", session_id)
         if not any(answer["deleted"] for answer in answers):
             return _error(unknown_session(session_id))
@@ -285,6 +302,58 @@ class AgentIngress(OpenAiIngress):
             return JSONResponse(answer, status_code=error["code"] if error else 200)
         raise UnknownModelError(model)
 
+    async def anchors(self) -> Response:
+        """The anchors that are known, and where each was used or warmed last."""
+        if self._scheduler is None or not self._prewarms:
+            return JSONResponse({"anchors": [], "reason": "prewarm-disabled"})
+        try:
+            found = await self._scheduler.call("anchors")
+        except SchedulerUnavailableError as error:
+            return _error(unavailable(f"The scheduler does not answer ({error}); ask again."))
+        return JSONResponse({"anchors": found})
+
+    async def register_anchor(self, body: AnchorBody, request: Request) -> Response:
+        """Keep an anchor for all replicas of a model, rendered by one of them."""
+        model = await self._get_model_id(body.model)
+        if self._models[model]["plain"]:
+            raise UnknownModelError(model)
+        agent = clean_agent_name(body.agent)
+        if agent is None:
+            return _error(_refused(f"'agent' must be a name, got {body.agent!r}", "agent"))
+        if (body.messages is None) == (body.prompt is None):
+            return _error(_refused("give either 'messages' or 'prompt'", "messages"))
+        if body.tools is not None and body.messages is None:
+            return _error(_refused("'tools' go with 'messages', not with a 'prompt'", "tools"))
+        values = {**body.model_dump(exclude_none=True), "model": model, "agent": agent}
+        if body.messages is not None:
+            values["add_generation_prompt"] = False
+        call = AnchorCall.model_validate(values)
+        async for answer in self._get_response(body=call, call_method="anchor", raw_request=request):
+            error = answer.get("error")
+            return JSONResponse(answer, status_code=error["code"] if error else 200)
+        raise UnknownModelError(model)
+
+    async def delete_anchor(self, agent: str, model: str | None = None) -> Response:
+        """Forget an agent's anchors, of one model or of all."""
+        if model is not None:
+            await self._get_model_id(model)
+        if self._scheduler is None or not self._prewarms:
+            return _error(_refused(ANCHORS_OFF, None))
+        try:
+            models = await self._scheduler.call("delete_anchor", agent, model)
+        except SchedulerUnavailableError as error:
+            return _error(unavailable(f"The scheduler does not answer ({error}); ask again."))
+        if not models:
+            return _error(
+                {
+                    "message": f"The anchor of agent `{agent}` does not exist.",
+                    "type": "NotFoundError",
+                    "param": "agent",
+                    "code": 404,
+                }
+            )
+        return JSONResponse({"agent": agent, "models": models, "deleted": True})
+
     async def metrics(self) -> Response:
         """Ropewalk's counters and gauges of all replicas, for Prometheus."""
         report = await self._replicas_with_details()
@@ -344,6 +413,10 @@ def _union(found: Sequence[dict[str, Any]]) -> Traces:
     return union
 
 
+def _refused(message: str, field: str | None) -> dict[str, Any]:
+    return RequestRefused(message, field).error()
+
+
 def _error(error: dict[str, Any]) -> Response:
     return JSONResponse({"error": error}, status_code=error["code"])
 
@@ -370,6 +443,9 @@ ENDPOINTS = {
     "health": lambda app: app.get("/health"),
     "replicas": lambda app: app.get("/v1/replicas"),
     "agents": lambda app: app.get("/v1/agents"),
+    "anchors": lambda app: app.get("/v1/anchors"),
+    "register_anchor": lambda app: app.post("/v1/anchors"),
+    "delete_anchor": lambda app: app.delete("/v1/anchors/{agent:path}"),
     "store": lambda app: app.get("/v1/store"),
     "sessions": lambda app: app.get("/v1/sessions"),
     "pin": lambda app: app.post("/v1/sessions/{session_id:path}/pin"),

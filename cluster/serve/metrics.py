@@ -44,6 +44,7 @@ class _Collector:
         yield ready
         replicas = [(model["name"], replica) for model in self._models for replica in model["replicas"]]
         yield from _gauges(replicas)
+        yield from _prewarming(replicas)
         yield from _counters(replicas)
 
 
@@ -65,6 +66,30 @@ def _gauges(replicas: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[Metri
             size.add_metric(labels, replica["store"]["num_bytes"])
             chunks.add_metric(labels, replica["store"]["num_chunks"])
     yield from (allowed, size, chunks)
+
+
+def _prewarming(replicas: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[Metric]:
+    families = {
+        "counters": ("ropewalk_prewarms", "outcome", "Anchors warmed in idle time, by what became of it"),
+        "tokens": ("ropewalk_prewarm_tokens", "kind", "Tokens of prewarms, by source and by what became of them"),
+        "decisions": ("ropewalk_prewarm_decisions", "reason", "Why anchors were warmed or not, when that changed"),
+    }
+    counted = [(model, replica, replica["prewarm"]) for model, replica in replicas if replica.get("prewarm")]
+    for key, (name, label, text) in families.items():
+        family = CounterMetricFamily(name, text, labels=[*_LABELS, label])
+        for model, replica, prewarm in counted:
+            for value, count in prewarm[key].items():
+                family.add_metric([model, replica["replica"], value], count)
+        yield family
+    paused = GaugeMetricFamily("ropewalk_prewarm_paused", "1 while too much was prewarmed for nothing", labels=_LABELS)
+    waste = GaugeMetricFamily(
+        "ropewalk_prewarm_waste", "Share of prewarmed tokens that were not used, sliding window", labels=_LABELS
+    )
+    for model, replica, prewarm in counted:
+        paused.add_metric([model, replica["replica"]], prewarm["budget"]["paused"])
+        if prewarm["budget"]["waste"] is not None:
+            waste.add_metric([model, replica["replica"]], prewarm["budget"]["waste"])
+    yield from (paused, waste)
 
 
 def _counters(replicas: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[Metric]:

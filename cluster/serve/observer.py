@@ -27,6 +27,11 @@ class Observer:
         self._client = SchedulerClient(settings)
         self._num_failures = 0
 
+    @property
+    def client(self) -> SchedulerClient:
+        """The replica's client of the scheduler."""
+        return self._client
+
     def recognise(self, request: Any, settings: RequestSettings) -> RequestSettings:
         """Say which agent an unnamed one of a session is taken for, by what the scheduler has learned of anchors."""
         if settings.agent is not None or settings.session is None or settings.scratch:

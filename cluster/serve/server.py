@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any, Literal
 
 import ray
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 from ray import serve
 from ray.llm._internal.serve.core.configs.openai_api_models import ErrorInfo, ErrorResponse
 from ray.llm._internal.serve.core.server.llm_server import LLMServer
@@ -25,8 +26,13 @@ from ropewalk.cluster.serve.edits import RequestEditor, Tokenizing, TokenSpan, a
 from ropewalk.cluster.serve.engine import AgentEngine, PlainEngine
 from ropewalk.cluster.serve.explain import explain_stream, explanation
 from ropewalk.cluster.serve.observer import Observer
+from ropewalk.cluster.serve.prewarm import Prewarmer
 from ropewalk.cluster.serve.settings import FIELD, RESERVED_FIELDS, RequestRefused, read_settings
 from ropewalk.cluster.store.node_store import Traces
+from ropewalk.kernels.keys import as_tokens
+from ropewalk.scheduler.actor import SchedulerUnavailableError
+from ropewalk.scheduler.anchors import MIN_ANCHOR_TOKENS
+from ropewalk.scheduler.prewarm import PrewarmSettings
 from ropewalk.scheduler.state import SchedulerSettings
 
 ENGINE_STOP_S = 3.0
@@ -50,6 +56,31 @@ class SessionCall(BaseModel):
     directives: list[Any] = []
     span: TokenSpan | None = None
     seconds: float | None = None
+
+
+class AnchorCall(BaseModel):
+    """An anchor to register, on its way from the ingress to a replica of the model. Rendered as a chat request without
+    generation prompt, or a completion request."""
+
+    model: str
+    agent: str
+    messages: list[Any] | None = None
+    tools: list[Any] | None = None
+    prompt: str | list[int] | None = None
+    add_generation_prompt: bool | None = None
+
+    @property
+    def field(self) -> str:
+        """The field that holds the anchor's text."""
+        return "messages" if self.messages is not None else "prompt"
+
+
+ANCHORS_OFF = "anchors are not kept here: 'prewarm.enabled' or 'scheduler.enabled' is false in the cluster's settings"
+
+
+def unavailable(message: str) -> dict[str, Any]:
+    """OpenAI's error object for what may work later."""
+    return {"message": message, "type": "ServiceUnavailableError", "param": None, "code": 503}
 
 
 def unknown_session(name: str) -> dict[str, Any]:
@@ -93,6 +124,7 @@ class AgentServer(LLMServer):
         scheduler: SchedulerSettings | None,
         default_edits: Edits | None = None,
         policies: Sequence[str] = (),
+        prewarm: PrewarmSettings | None = None,
     ) -> None:
         self._default_mode, self._default_edits = default_mode, default_edits
         self._editor = RequestEditor(
@@ -102,10 +134,16 @@ class AgentServer(LLMServer):
         if scheduler is not None:
             node = ray.get_runtime_context().get_node_id()
             self._observer = Observer(llm_config.model_id, replica_name(), node, scheduler)
+        self._prewarmer: Prewarmer | None = None
+        if self._observer is not None and prewarm is not None:
+            client = self._observer.client
+            self._prewarmer = Prewarmer(llm_config.model_id, replica_name(), node, prewarm, client)
         await super().__init__(llm_config, engine_cls=functools.partial(AgentEngine, settings=engine_settings))
 
     async def _start_engine(self) -> None:
         await self.engine.start()
+        if self._prewarmer is not None and self.engine.planned is not None:
+            self._prewarmer.start(self.engine.planned)
 
     async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncIterator[Any]:
         """Answer a chat request; see `LLMServer.chat`."""
@@ -116,6 +154,13 @@ class AgentServer(LLMServer):
         return self._answer(request, "completions", raw_request_info)
 
     async def _answer(self, request: Any, method: str, raw_request_info: Any) -> AsyncIterator[Any]:
+        with self._busy():
+            # Closed at once when the client goes away, and not when somebody collects what is left of it.
+            async with contextlib.aclosing(self._answer_busy(request, method, raw_request_info)) as events:
+                async for event in events:
+                    yield event
+
+    async def _answer_busy(self, request: Any, method: str, raw_request_info: Any) -> AsyncGenerator[Any, None]:
         try:
             settings = settings_of(request, raw_request_info, self._default_mode, self._default_edits)
             settings, applied = await self._editor.edit(request, settings)
@@ -150,6 +195,10 @@ class AgentServer(LLMServer):
             reports.extend(self.engine.pop_reports(settings.key))
             if answered and self._observer is not None:
                 self._observer.observe(request, settings, reports)
+            if self._prewarmer is not None and answered:
+                self._prewarmer.answered(settings, reports)
+            elif self._prewarmer is not None:
+                self._prewarmer.given_up(settings.key)
 
     async def session(self, request: SessionCall, raw_request_info: Any = None) -> AsyncIterator[dict[str, Any]]:
         """Look at a session (`get`), `apply` directives to what it holds, or do to the KV of a span what the action
@@ -157,6 +206,12 @@ class AgentServer(LLMServer):
 
         An answer with `error` is OpenAI's error object.
         """
+        with self._busy():
+            async with contextlib.aclosing(self._session(request)) as answers:
+                async for answer in answers:
+                    yield answer
+
+    async def _session(self, request: SessionCall) -> AsyncGenerator[dict[str, Any], None]:
         planned, name = self.engine.planned, request.session
         try:
             if request.action == "apply":
@@ -222,8 +277,57 @@ class AgentServer(LLMServer):
         return {"purged_chunks": await self.engine.planned.discard(DEFAULT_TENANT, traces)}
 
     async def empty_prefix_cache(self) -> dict[str, Any]:
-        """Empty vLLM's own prefix cache, where rows lie too."""
-        return {"emptied": await self.engine.planned.empty_prefix_cache()}
+        """Empty vLLM's own prefix cache, where rows lie too, and forget the anchors that prompts taught: they are text
+        of prompts."""
+        with self._busy():
+            if self._prewarmer is not None:
+                await self._prewarmer.forget_learned()
+            return {"emptied": await self.engine.planned.empty_prefix_cache()}
+
+    async def forget_prompts(self, name: str) -> dict[str, Any]:
+        """Forget a session's prompts, from which anchors are learned."""
+        if self._prewarmer is not None:
+            self._prewarmer.forget_session(name)
+        return {}
+
+    async def anchor(self, request: AnchorCall, raw_request_info: Any = None) -> AsyncIterator[dict[str, Any]]:
+        """Render an anchor and keep it for all replicas of the model; yields one answer.
+
+        An answer with `error` is OpenAI's error object.
+        """
+        try:
+            yield await self._register(request)
+        except RequestRefused as refused:
+            yield {"error": refused.error()}
+        except ValidationError as error:
+            details = error.errors()[0]
+            where = ".".join(str(part) for part in details["loc"])
+            yield {"error": RequestRefused(f"'{where}': {details['msg']}, got {details['input']!r}", where).error()}
+        except (VLLMClientError, ValueError) as error:  # what vLLM refuses about the prompt
+            param = getattr(error, "parameter", None) or request.field
+            yield {"error": RequestRefused(str(error), param).error()}
+        except SchedulerUnavailableError as error:
+            yield {"error": unavailable(f"The scheduler does not answer ({error}); ask again.")}
+
+    async def _register(self, request: AnchorCall) -> dict[str, Any]:
+        if self._prewarmer is None:
+            raise RequestRefused(ANCHORS_OFF)
+        tokens = as_tokens(await self._prompt_tokens(request))
+        if isinstance(request.prompt, str):
+            tokens = tokens[:-1]  # the last one may be another when text follows
+        limit = self.engine.planned.max_model_len
+        if not MIN_ANCHOR_TOKENS <= len(tokens) < limit - 1:
+            raise RequestRefused(
+                f"an anchor must have {MIN_ANCHOR_TOKENS} tokens or more, and fewer than {limit - 1} for "
+                f"this model; '{request.field}' has {len(tokens)}",
+                request.field,
+            )
+        anchor = await self._prewarmer.register(request.agent, tokens)
+        return {"agent": anchor.agent, "model": request.model, "tokens": len(anchor.tokens), "origin": anchor.origin}
+
+    def _busy(self) -> contextlib.AbstractContextManager[None]:
+        """Around what somebody waits for: nothing is prewarmed beside it."""
+        return self._prewarmer.busy() if self._prewarmer is not None else contextlib.nullcontext()
 
     async def sessions(self) -> dict[str, Any]:
         """The sessions that this replica's node knows."""
@@ -248,13 +352,17 @@ class AgentServer(LLMServer):
         raise RequestRefused("the prompt could not be rendered")
 
     async def __del__(self) -> None:
+        if self._prewarmer is not None:
+            self._prewarmer.stop()
         await super().__del__()
         end_engine(self.engine)
 
     async def status(self) -> dict[str, Any]:
         """What `GET /v1/replicas` shows of this replica."""
         scheduler = self._observer.status() if self._observer is not None else None
-        return {"pid": os.getpid(), "default_mode": self._default_mode, "scheduler": scheduler, **self.engine.status()}
+        prewarm = self._prewarmer.status() if self._prewarmer is not None else None
+        own = {"pid": os.getpid(), "default_mode": self._default_mode, "scheduler": scheduler, "prewarm": prewarm}
+        return {**own, **self.engine.status()}
 
 
 def end_engine(engine: Any) -> None:

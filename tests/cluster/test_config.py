@@ -54,6 +54,13 @@ def test_a_model_is_called_like_the_end_of_its_source() -> None:
         (config_of(chunking={"minimum": 256}), "models[0].chunking", "minimum <= mean <= maximum"),
         (config_of(engine_args={"kv_transfer_config": {}}), "models[0].engine_args", "plain: true"),
         (config_of(engine_args={"max_model_len": 5}), "models[0].engine_args", "max_model_len"),
+        ({**config_of(), "prewarm": {"r_min": 1.5}}, "prewarm.r_min", "got 1.5"),
+        ({**config_of(), "prewarm": {"idle_s": 0}}, "prewarm.idle_s", "got 0"),
+        ({**config_of(), "prewarm": {"min_interval_s": -2}}, "prewarm.min_interval_s", "got -2"),
+        ({**config_of(), "prewarm": {"max_waste": 0}}, "prewarm.max_waste", "got 0"),
+        ({**config_of(), "prewarm": {"min_handovers": 0}}, "prewarm.min_handovers", "got 0"),
+        ({**config_of(), "prewarm": {"window_s": 0.5}}, "prewarm.window_s", "got 0.5"),
+        ({**config_of(), "prewarm": {"r": 1}}, "prewarm.r", "no such setting"),
     ],
 )
 def test_a_mistake_names_the_field_and_what_would_be_right(values: object, field: str, shown: str) -> None:

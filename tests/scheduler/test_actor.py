@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorUnavailableError
 
+from ropewalk.kernels.keys import as_tokens
 from ropewalk.scheduler import actor as actor_module
 from ropewalk.scheduler.actor import (
     ACTOR_NAME,
@@ -21,10 +22,13 @@ from ropewalk.scheduler.actor import (
     MAX_BUFFERED,
     SchedulerClient,
     SchedulerService,
+    SchedulerUnavailableError,
+    anchors_path,
     failure_reason,
     get_or_create_scheduler,
     stop_scheduler,
 )
+from ropewalk.scheduler.anchors import Anchor, AnchorBook, AnchorMessage, AnchorUpdate
 from ropewalk.scheduler.state import EMPTY_SNAPSHOT, Observation, SchedulerSettings
 
 
@@ -98,6 +102,76 @@ def test_a_damaged_file_is_named_and_put_aside(tmp_path: Path) -> None:
     service = SchedulerService(SchedulerSettings(state_path=str(path)))
     assert service.status()["start"] == "unknown-format"
     assert (tmp_path / "state.json.unknown-format").exists()
+
+
+ANCHOR = as_tokens(range(100))
+
+
+def test_anchors_are_kept_beside_the_state_and_handed_to_replicas_of_the_model(tmp_path: Path) -> None:
+    settings = SchedulerSettings(state_path=str(tmp_path / "state.json"))
+    service = SchedulerService(settings)
+    service.put_anchor("m", Anchor("a", ANCHOR, "registered"))
+    assert service.save()
+    again = SchedulerService(settings)
+    update = again.sync_anchors(AnchorMessage("m", "r0", "n0", epoch=0, life=0, since=0))
+    assert [(anchor.agent, anchor.tokens.tolist()) for anchor in update.changed] == [("a", ANCHOR.tolist())]
+    assert again.sync_anchors(AnchorMessage("m", "r0", "n0", 0, update.life, update.version)).changed == ()
+    assert again.sync_anchors(AnchorMessage("other", "r1", "n0", 0, 0, 0)).changed == ()
+
+
+def test_damaged_anchors_are_put_aside_and_the_state_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    service = SchedulerService(SchedulerSettings(state_path=str(path)))
+    service.observe([turn("a"), turn("b")])
+    assert service.save()
+    anchors_path(path).write_text("{")
+    again = SchedulerService(SchedulerSettings(state_path=str(path)))
+    assert again.status()["start"] == "restored"
+    assert again.anchors() == []
+    assert (tmp_path / "state.json.anchors.damaged").exists()
+
+
+def test_a_replica_that_is_not_heard_of_any_more_leaves_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(actor_module.time, "monotonic", lambda: now_s)
+    service = SchedulerService()
+    service.observe([turn("a")])
+    for replica in ("r1", "r0"):
+        service.sync_anchors(AnchorMessage("m", replica, "n0", 0, 0, 0))
+    now_s += 1
+    first = service.snapshot()
+    assert first is not None
+    assert first.replicas == {"m": (("r0", "n0"), ("r1", "n0"))}
+    assert [stand.past for stand in first.stands] == [("a",)], "somebody prewarms"
+    now_s += actor_module.REPLICA_TTL_S - 0.5
+    service.sync_anchors(AnchorMessage("m", "r1", "n0", 0, 0, 0))
+    now_s += 1
+    second = service.snapshot(first.version)
+    assert second is not None
+    assert second.replicas == {"m": (("r1", "n0"),)}
+
+
+def test_what_was_prewarmed_is_listed_with_its_anchor() -> None:
+    service = SchedulerService()
+    service.observe([turn("a")])
+    learned = AnchorMessage("m", "r1", "n1", 0, 0, 0, (Anchor("a", ANCHOR),), (("a", 2.0),))
+    service.sync_anchors(learned)
+    assert service.anchors() == [
+        {
+            "agent": "a",
+            "model": "m",
+            "tokens": 100,
+            "origin": "learned",
+            "warm": [{"replica": "r1", "node": "n1", "last_s": 2.0}],
+        }
+    ]
+    assert service.delete_anchor("a") == ["m"]
+    assert service.anchors() == []
+
+
+def test_a_call_that_nobody_answers_says_why() -> None:
+    with pytest.raises(SchedulerUnavailableError, match="ray-not-started"):
+        asyncio.run(SchedulerClient().call("anchors"))
 
 
 def test_reset_forgets_everything() -> None:
@@ -222,6 +296,47 @@ def test_a_scheduler_that_was_killed_for_good_is_made_again(settings: SchedulerS
     assert "a" in client.snapshot.agents, "restored from the file"
     assert client.status()["failures"], "the death was counted"
     client.close()
+
+
+class Shared:
+    """The book of one replica, as its client exchanges it."""
+
+    def __init__(self, replica: str) -> None:
+        self.replica = replica
+        self.book = AnchorBook()
+
+    def message(self) -> AnchorMessage:
+        return self.book.message("m", self.replica, "n0")
+
+    def take(self, message: AnchorMessage, update: AnchorUpdate) -> None:
+        self.book.take(message, update)
+
+
+@pytest.mark.engine
+def test_an_anchor_that_one_replica_learned_reaches_another(
+    settings: SchedulerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor_module, "ANCHOR_SYNC_S", 0.1)
+    clients = [SchedulerClient(settings), SchedulerClient(settings)]
+    shared = [Shared("r0"), Shared("r1")]
+    for number in range(2):
+        shared[0].book.learn("a", f"s{number}", [*range(100), 1000 + number])
+    for client, exchange in zip(clients, shared, strict=True):
+        client.share_anchors(exchange)
+    until(lambda: shared[1].book.get("a"))
+    found = shared[1].book.get("a")
+    assert found is not None
+    assert found.tokens.tolist() == list(range(100))
+    until(lambda: clients[0].snapshot.replicas == {"m": (("r0", "n0"), ("r1", "n0"))})
+    asyncio.run(clients[1].call("put_anchor", "m", Anchor("b", ANCHOR, "registered")))
+    until(lambda: all(exchange.book.get("b") for exchange in shared))
+    with pytest.raises(ValueError, match="got 3"):
+        asyncio.run(clients[1].call("put_anchor", "m", Anchor("c", ANCHOR[:3])))
+    assert asyncio.run(clients[0].call("delete_anchor", "b", None)) == ["m"]
+    until(lambda: not any(exchange.book.get("b") for exchange in shared))
+    assert not clients[1].status()["failures"].get("scheduler-error")
+    for client in clients:
+        client.close()
 
 
 @pytest.mark.engine

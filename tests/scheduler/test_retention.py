@@ -199,3 +199,17 @@ def test_an_outlook_is_of_probabilities(agents):
         assert all(p >= 0 for _, p in times)
         assert sum(p for _, p in times) <= 1 + 1e-9
     assert END not in rule._live["s"].outlook
+
+
+@pytest.mark.parametrize("name", ["anchors", "first-order", "foresight"])
+def test_a_prewarmed_anchor_is_worth_what_it_would_be_had_sessions_used_it_and_nothing_is_learned(name):
+    rule, same = RULES[name](), RULES[name]()
+    for each in (rule, same):
+        play(each, {f"s{number}": list(PIPELINE) * 3 for number in range(4)})
+    turns = rule.num_turns
+    rule.used(None, "check", ["warm"])
+    assert rule.num_turns == turns
+    for session in ("x", "y"):
+        same.used(session, "check", ["warm"])
+    assert rule.worth(rule._uses["warm"]) == pytest.approx(same.worth(same._uses["warm"]))
+    assert rule.worth(rule._uses["warm"]) > 0

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from ropewalk.agents.sketch import AnchorSketch, anchor_sketch
 from ropewalk.scheduler.state import (
+    LIVE_S,
     MAX_WARM_REPLICAS,
     Observation,
     SchedulerSettings,
@@ -137,7 +138,7 @@ def test_state_and_snapshot_survive_json(batch: list[Observation]) -> None:
     restored = SchedulerState.from_dict(json.loads(json.dumps(data, allow_nan=False)))
     restored.check_integrity()
     assert restored.to_dict() == data
-    snapshot = state.snapshot()
+    snapshot = state.snapshot(outlooks=True)
     again = Snapshot.from_dict(json.loads(json.dumps(snapshot.to_dict(), allow_nan=False)))
     assert again.to_dict() == snapshot.to_dict()
     assert state.num_observations + state.num_refused == len(batch)
@@ -379,3 +380,33 @@ class StateMachine(RuleBasedStateMachine):
 
 StateMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
 test_tables_stay_in_step = StateMachine.TestCase
+
+
+def test_a_snapshot_says_where_sessions_stand_that_had_a_turn_just_now() -> None:
+    state = learned(
+        [observation("old", agent, time_s=1.0) for agent in ("planner", "coder")]
+        + [observation("new", agent, time_s=1.0 + 2 * LIVE_S) for agent in ("planner", "coder", "planner")]
+    )
+    assert state.snapshot().stands == (), "only for who asks"
+    snapshot = state.snapshot(outlooks=True)
+    assert [(stand.session, stand.past, stand.group) for stand in snapshot.stands] == [
+        ("new", ("planner", "coder", "planner"), "planner")
+    ]
+    (past,) = snapshot.outlooks
+    assert snapshot.outlooks[past][0][0] == "coder"
+    assert snapshot.outlooks[past][0][1] == pytest.approx(state.outlook(past)["coder"])
+    assert Snapshot.from_dict(json.loads(json.dumps(snapshot.to_dict()))).stands == snapshot.stands
+    assert Snapshot.from_dict(json.loads(json.dumps(snapshot.to_dict()))).outlooks == snapshot.outlooks
+
+
+def test_a_prewarmed_anchor_is_shown_as_warm_and_teaches_nothing() -> None:
+    state = learned([observation("s", "planner"), observation("s", "coder", time_s=2.0)])
+    before, version = state.to_dict()["handovers"], state.version
+    assert state.note_warm("coder", "r9", "n9", 3.0)
+    assert not state.note_warm("coder", "r9", "n9", 3.0), "nothing new"
+    assert not state.note_warm("nobody", "r9", "n9", 3.0)
+    assert state.version == version + 1
+    assert [w.replica for w in state.snapshot().agents["coder"].warm] == ["r9", "r0"]
+    assert state.to_dict()["handovers"] == before
+    assert state.snapshot().agents["coder"].num_requests == 1
+    state.check_integrity()

@@ -244,3 +244,21 @@ def test_the_first_hand_overs_are_learned_from_at_once() -> None:
     for agent in "cde":
         learner.observe(("a",), agent)
         assert agent in found.survival({("a",): 1})
+
+
+def test_the_nearest_agents_are_those_of_the_lowest_outlook() -> None:
+    learner, counts = VariableOrder(), HandoverCounts()
+    program = ["a", "b", "c", "d"] * 20
+    for i, agent in enumerate(program):
+        learner.observe(tuple(program[max(0, i - 3) : i]), agent)
+        if i:
+            counts.observe("a", program[i - 1], agent)
+    chain = Chain(learner, counts)
+    pasts = [("a", "b"), ("c",), ("nobody",)]
+    nearest = chain.nearest(pasts, 2)
+    assert [agent for agent, _ in nearest[("a", "b")]] == ["c", "d"]
+    for past in pasts:
+        outlook = chain.outlook(past)
+        expected = sorted(outlook.items(), key=lambda item: item[1])[:2]
+        assert [turns for _, turns in nearest[past]] == [turns for _, turns in expected]
+    assert chain.nearest([], 2) == {}

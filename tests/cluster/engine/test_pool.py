@@ -10,8 +10,9 @@ import pytest
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
+from ropewalk.cluster.engine.connector import RopewalkConnector
 from ropewalk.cluster.engine.pool import WINDOW, PoolOrder
-from ropewalk.scheduler.retention import Anchors, Retention
+from ropewalk.scheduler.retention import Anchors, Foresight, Retention
 
 BLOCK = 16
 
@@ -114,3 +115,17 @@ def test_forgetting_makes_all_blocks_alike():
         bench.serve(session, "a", ["anchor0", "anchor1", f"{session}0"])
     bench.order.forget()
     assert bench.order.rule.rank(b"anchor0") == (-1.0, 0, 0)
+
+
+def test_a_prewarmed_anchor_is_its_agents_and_no_turn():
+    connector = RopewalkConnector.__new__(RopewalkConnector)
+    connector._order, connector._turns = PoolOrder(Foresight, 16), {}
+    connector._begin_turn("real", {"turn": {"session": "s", "agent": "a", "ended": []}})
+    connector._begin_turn("warm", {"turn": {"session": None, "agent": "b", "ended": [], "prewarm": True}})
+    assert connector._order.rule.num_turns == 1
+    connector._end_turn(SimpleNamespace(request_id="warm", block_hashes=[b"0", b"1", b"2"]), 32)
+    uses = connector._order.rule._uses
+    assert {block: (use.session, use.agents) for block, use in uses.items()} == {
+        b"0": (None, {"b"}),
+        b"1": (None, {"b"}),
+    }

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from ropewalk.cluster.config import parse_config
-from ropewalk.cluster.serve.application import CPU_KV_CACHE_GIB, engine_kwargs
+from ropewalk.cluster.serve.application import CPU_KV_CACHE_GIB, engine_kwargs, prewarm_settings
+from ropewalk.scheduler.prewarm import PrewarmSettings
 
 
 @pytest.mark.parametrize(
@@ -21,3 +22,19 @@ def test_a_replica_on_cpus_does_not_ask_for_the_whole_machine(fields: dict[str, 
     model = {"source": "recall-mla", "gpus_per_replica": 0} | fields
     (parsed,) = parse_config({"models": [model]}, "test").models
     assert engine_kwargs(parsed, None).get("kv_cache_memory_bytes") == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, PrewarmSettings()),
+        ({"prewarm": {"r_min": 0.5, "window_s": 20}}, PrewarmSettings(r_min=0.5, window_s=20)),
+        ({"prewarm": {"enabled": False}}, None),
+        ({"scheduler": {"enabled": False}}, None),
+    ],
+)
+def test_nothing_is_prewarmed_without_the_setting_or_the_scheduler(
+    fields: dict[str, Any], expected: PrewarmSettings | None
+):
+    config = parse_config({"models": [{"source": "recall-mla"}], **fields}, "test")
+    assert prewarm_settings(config) == expected

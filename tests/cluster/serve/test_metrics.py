@@ -16,6 +16,12 @@ MODELS = [
                 "reuse_refused": None,
                 "counters": {"tokens_reused": 900, "fallback_chunk_corrupt": 2, "requests": 7},
                 "store": {"num_bytes": 1000, "num_chunks": 3},
+                "prewarm": {
+                    "counters": {"started": 5, "finished": 3, "cancelled_request": 2},
+                    "tokens": {"loaded": 700, "used": 500, "wasted": 100},
+                    "decisions": {"all-warm": 4},
+                    "budget": {"paused": True, "waste": 0.25},
+                },
             },
             {"replica": "b", "turn_error": None, "reuse_refused": "no rotary embedding", "counters": {}},
             {"replica": "c", "unreachable": "TimeoutError"},
@@ -27,7 +33,7 @@ MODELS = [
 
 def samples() -> dict[tuple[str, ...], float]:
     families = text_string_to_metric_families(render(MODELS).decode())
-    order = ("model", "replica", "source", "reason", "event")
+    order = ("model", "replica", "source", "reason", "event", "outcome", "kind")
     return {
         (s.name, *(s.labels[label] for label in order if label in s.labels)): s.value
         for family in families
@@ -42,6 +48,16 @@ def test_counters_and_gauges_carry_model_replica_and_reason():
     assert found["ropewalk_events_total", "tiny", "a", "requests"] == 7
     assert found["ropewalk_turn_error", "tiny", "a"] == 0.0031
     assert found["ropewalk_store_bytes", "tiny", "a"] == 1000
+
+
+def test_prewarms_are_shown_by_outcome_with_their_tokens_and_budget():
+    found = samples()
+    assert found["ropewalk_prewarms_total", "tiny", "a", "cancelled_request"] == 2
+    assert found["ropewalk_prewarm_tokens_total", "tiny", "a", "used"] == 500
+    assert found["ropewalk_prewarm_decisions_total", "tiny", "a", "all-warm"] == 4
+    assert found["ropewalk_prewarm_paused", "tiny", "a"] == 1
+    assert found["ropewalk_prewarm_waste", "tiny", "a"] == 0.25
+    assert ("ropewalk_prewarm_paused", "tiny", "b") not in found
 
 
 def test_a_refused_replica_is_shown_as_one_without_reuse():

@@ -293,6 +293,36 @@ def test_the_store_and_health_routes_answer(http: httpx.Client) -> None:
     assert all(replica["store"]["budget_bytes"] > 0 for replica in model["replicas"])
 
 
+def test_anchors_are_registered_listed_and_deleted(http: httpx.Client) -> None:
+    system: Any = [{"role": "system", "content": f"You keep the ledger. {BODY}"}]
+    asked = {"model": MODEL, "agent": "ledger keeper", "messages": system, "tools": TOOLS}
+    answer = http.post("/v1/anchors", json=asked)
+    assert answer.status_code == 200, answer.text
+    anchor = answer.json()
+    assert (anchor["agent"], anchor["model"], anchor["origin"]) == ("ledger keeper", MODEL, "registered")
+    tokenized = {"model": MODEL, "messages": [*system, *HELLO], "tools": TOOLS}
+    whole = http.post("/tokenize", json=tokenized).json()["count"]
+    assert 100 < anchor["tokens"] < whole
+    listed = [a for a in http.get("/v1/anchors").json()["anchors"] if a["agent"] == "ledger keeper"]
+    assert [(a["tokens"], a["warm"]) for a in listed] == [(anchor["tokens"], [])]
+    assert http.delete("/v1/anchors/ledger keeper").json()["models"] == [MODEL]
+    gone = http.delete("/v1/anchors/ledger keeper")
+    assert (gone.status_code, gone.json()["error"]["param"]) == (404, "agent")
+
+
+def test_a_wrong_anchor_is_refused_by_field(http: httpx.Client) -> None:
+    def refused(**fields: Any) -> tuple[int, str]:
+        answer = http.post("/v1/anchors", json={"model": MODEL, "agent": "a", **fields})
+        return answer.status_code, answer.json()["error"]["param"]
+
+    assert refused(prompt="too short") == (400, "prompt")
+    assert refused() == (400, "messages")
+    assert refused(messages=HELLO, prompt=BODY) == (400, "messages")
+    assert refused(prompt=BODY, tools=TOOLS) == (400, "tools")
+    assert refused(model="nobody", prompt=BODY) == (404, "model")
+    assert refused(agent="", prompt=BODY)[0] == 400
+
+
 def test_metrics_are_served_for_prometheus(http: httpx.Client) -> None:
     asked = {"model": MODEL, "prompt": "One, two, three,", "max_tokens": 1}
     assert http.post("/v1/completions", json=asked).status_code == 200

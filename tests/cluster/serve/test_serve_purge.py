@@ -42,6 +42,7 @@ class Cluster:
             "discard": {"purged_chunks": 1},
             "empty_prefix_cache": {"emptied": True},
             "delete_session": {"deleted": True},
+            "forget_prompts": {},
         }
         return self.answers.get((method, actor), usual[method])
 
@@ -115,3 +116,10 @@ async def test_without_a_span_the_whole_history_is_purged(cluster):
     answer = await cluster.ingress.purge("s", VerbBody(), SimpleNamespace())
     assert answer.status_code == 200
     assert {args for method, _, args in cluster.calls if method == "traces"} == {("s", None)}
+
+
+async def test_a_session_that_is_deleted_teaches_no_replica_an_anchor_any_more(cluster: Cluster) -> None:
+    answer = await cluster.ingress.delete_session("s", SimpleNamespace(), "m")  # type: ignore[arg-type]
+    assert answer.status_code == 200
+    assert cluster.of("forget_prompts") == ["a-1", "a-2", "b-1"]
+    assert [method for method, _, _ in cluster.calls][-1] == "delete_session"
