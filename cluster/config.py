@@ -175,7 +175,7 @@ class SchedulerConfig(_Settings):
 class PrewarmConfig(_Settings):
     """Warming of anchors in idle time, by what the scheduler foretells."""
 
-    enabled: bool = True
+    enabled: bool = False
     r_min: float = Field(default=0.3, ge=0, le=1)
     min_handovers: int = Field(default=32, ge=1)
     idle_s: float = Field(default=0.25, gt=0, le=60)

@@ -56,7 +56,12 @@ ENGINE_ARGS = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
 def cluster() -> Iterator[LocalCluster]:
     shared = {"source": MODEL, "max_model_len": 2048, "kv_cache_gib": 0.5, "engine_args": ENGINE_ARGS}
     config = parse_config(
-        {"http": {"port": free_port()}, "models": [{"name": MODEL, "replicas": 2, "reuse": "reuse", **shared}]}, "test"
+        {
+            "http": {"port": free_port()},
+            "models": [{"name": MODEL, "replicas": 2, "reuse": "reuse", **shared}],
+            "prewarm": {"enabled": True},
+        },
+        "test",
     )
     with LocalCluster(config) as running:
         yield running
