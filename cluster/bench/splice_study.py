@@ -336,7 +336,9 @@ class Study:
 
     def edits(self, length: int, counts: Counts) -> dict[str, Any]:
         """Measure edits with `length` tokens behind them."""
-        arms = {name: Tally() for name in ("prefill", *ARMS)}
+        # What computing the first tokens anew is worth is told by the shorter lengths.
+        compared = ARMS if length <= LONG else {name: ARMS[name] for name in ("splice", "naive")}
+        arms = {name: Tally() for name in ("prefill", *compared)}
         start = time.perf_counter()
         num_questions = counts.questions if length <= LONG else max(counts.questions // 3, 2)
         num_documents = 0
@@ -382,6 +384,8 @@ class Study:
         for question, truth in zip(questions, truths, strict=True):
             arms["prefill"].add(question, truth, truth, 0.0)
         for arm, settings in ARMS.items():
+            if arm not in arms:
+                continue
             session = self._session(tenant="edits", **settings)  # arms that turn keys share what is exact
             self.ours.ask([*edit.source, *questions[0].tokens], max_tokens=1, **session)
             answers = self.ours.gather([self.ours.ask_async(prompt, **how, **session) for prompt, how in work])
