@@ -20,7 +20,7 @@ import heapq
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
@@ -222,20 +222,22 @@ class Pauses:
         self._counts = [0.5 * math.exp(-(((step - 18) / 6) ** 2)) for step in range(len(self.EDGES))]
         self._survive: list[float] = []
         self._mean_beyond: list[float] = []
-        self._update()
+        self._is_old = True
 
     def add(self, seconds: float) -> None:
         """Count a pause."""
         self._counts[self._step(seconds)] += 1
-        self._update()
+        self._is_old = True
 
     @property
     def mean_s(self) -> float:
         """The mean."""
+        self._update()
         return self._mean_beyond[0]
 
     def longer(self, seconds: float) -> tuple[float, float]:
         """Return the share of pauses that are longer, and how many seconds more they take in the mean."""
+        self._update()
         step = self._step(seconds)
         # Where hardly any pause was as long, what is known of it is that it is long.
         return self._survive[step], max(self._mean_beyond[step] - seconds, 0.5 * seconds, 0.1 * self.mean_s)
@@ -244,6 +246,9 @@ class Pauses:
         return min(max(bisect.bisect_right(self.EDGES, seconds) - 1, 0), len(self.EDGES) - 1)
 
     def _update(self) -> None:
+        if not self._is_old:
+            return
+        self._is_old = False
         total = sum(self._counts)
         count = weight = 0.0
         self._survive, self._mean_beyond = [0.0] * len(self.EDGES), [0.0] * len(self.EDGES)
@@ -285,13 +290,12 @@ class SessionEnds:
 
 @dataclass(slots=True)
 class _Live:
-    """A session: its last agents, turns, when the last one began, whether it ends with it, and what comes then."""
+    """A session: its last agents, turns, when the last one began, and whether it ends with it."""
 
     past: Past = ()
     num_turns: int = 0
     last_s: float = 0.0
     p_end: float = 0.0
-    outlook: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
 
 
 class Foresight(Retention):
@@ -320,6 +324,8 @@ class Foresight(Retention):
         self._rates: dict[str, float] = {}
         self._own: dict[str, dict[str, float]] = {}
         self._surprise = 1.0
+        self._num_unsummed = 0
+        """Turns since rates were summed up: only whoever asks for a worth needs them."""
 
     def begin(self, session: str, agent: str, now_s: float) -> None:
         super().begin(session, agent, now_s)
@@ -334,7 +340,6 @@ class Foresight(Retention):
         live.num_turns += 1
         live.last_s = now_s
         live.p_end = self._ends.probability(self._p_end(live.past), live.num_turns)
-        live.outlook = self._outlook(live.past)
         self._live[session] = live
         if len(self._live) > MAX_SESSIONS:
             self._live.popitem(last=False)
@@ -343,9 +348,8 @@ class Foresight(Retention):
             self.end(first)
         self._began.append(now_s)
         del self._began[:-300]
-        # With many sessions, one turn hardly changes the sum over all.
-        if self.num_turns % max(len(self._live) // 64, 1) == 0:
-            self._sum_up()
+        self._own.pop(session, None)
+        self._num_unsummed += 1
 
     def end(self, session: str) -> None:
         live = self._live.pop(session, None)
@@ -354,6 +358,9 @@ class Foresight(Retention):
         self._own.pop(session, None)
 
     def worth(self, use: Use) -> float:
+        # With many sessions, one turn hardly changes the sum over all.
+        if self._num_unsummed > len(self._live) // 16:
+            self._sum_up()
         if use.session is None:
             rate = sum(self._rates.get(agent, 0.0) for agent in use.agents)
         elif use.session in self._live:
@@ -379,6 +386,7 @@ class Foresight(Retention):
 
     def _sum_up(self) -> None:
         self._own.clear()
+        self._num_unsummed = 0
         newest = self._learner.counts(())
         total = sum(newest.values())
         elapsed = self._began[-1] - self._began[0]
@@ -400,7 +408,7 @@ class Foresight(Retention):
             goes_on /= goes_on + live.p_end
             rates = {
                 agent: goes_on * sum(p / (rest + (turns - 1) * pause) for turns, p in times)
-                for agent, times in live.outlook.items()
+                for agent, times in self._outlook(live.past).items()
             }
             self._own[session] = rates
         return rates
