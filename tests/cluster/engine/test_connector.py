@@ -66,7 +66,8 @@ class Harness:
         self.layout = self.connector._layout = Layout()
         self.store = NodeStore(self.settings.store_root, "model-r0", "t", 1 << 26)
         self.evicted: set[int] = set()
-        self.connector.bind_gpu_block_pool(SimpleNamespace(evict_blocks=self.evicted.update, num_gpu_blocks=200))
+        pool = SimpleNamespace(evict_blocks=self.evicted.update, num_gpu_blocks=200, enable_caching=False)
+        self.connector.bind_gpu_block_pool(pool)
 
     def fill(self, tokens: np.ndarray) -> None:
         """Store a prompt's chunks as an exact prefill would have left them."""
@@ -429,3 +430,31 @@ def test_what_ranks_count_adds_up_and_the_earliest_failure_counts():
     assert both.counters == Counter(saved_chunks=5)
     assert both.failures == {"a": ("chunk_corrupt", 32), "b": ("load_failed", 0)}
     assert both.aggregate(RopewalkWorkerMetadata()).counters == both.counters
+
+
+def test_turns_are_told_to_the_rule_of_eviction_and_forgotten_with_their_requests(harness):
+    rule, said = harness.connector._order.rule, []
+    rule.begin = lambda *turn: said.append(("begin", *turn))
+    rule.used = lambda session, agent, blocks: said.append(("used", session, agent))
+    rule.end = lambda session: said.append(("end", session))
+    for number, turn in enumerate(
+        [
+            {"session": "t/s", "agent": "coder", "at_s": 3.0, "ended": ["t/old"]},
+            None,
+            {"session": "t/s", "agent": None, "at_s": 4.0, "ended": []},
+        ]
+    ):
+        params = {"turn": turn, "is_stage": turn is None}
+        harness.connector._begin_turn(f"r{number}", params)
+    harness.connector._begin_turn("alone", {"turn": {"at_s": 5.0}})
+    assert said == [
+        ("end", "t/old"),
+        ("begin", "t/s", "coder", 3.0),
+        ("begin", "t/s", "", 4.0),
+        ("begin", "alone", "", 5.0),
+    ]
+    said.clear()
+    for name in ("r0", "r1", "r2", "alone"):
+        harness.connector._end_turn(SimpleNamespace(request_id=name, block_hashes=[]), 64)
+    assert said == [("used", "t/s", "coder"), ("used", "t/s", ""), ("used", "alone", "")]
+    assert not harness.connector._turns
