@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ropewalk.cluster.models import ModelSourceError, resolve
+from ropewalk.scheduler.retention import RuleName
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]?i?)b?", re.IGNORECASE)
@@ -87,7 +88,7 @@ class ModelConfig(_Settings):
     reuse: Literal["exact", "reuse"] = "exact"
     edits: Literal["amortize", "forget"] | None = None
     policies: list[str] = []
-    retention: Literal["lru", "ttl", "anchors", "first-order", "foresight"] = "foresight"
+    retention: RuleName = "foresight"
     max_model_len: int | None = Field(default=None, ge=64)
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     cpus_per_replica: int | None = Field(default=None, ge=1)

@@ -33,12 +33,11 @@ from ray.exceptions import (
 )
 
 from ropewalk.scheduler.anchors import Anchor, AnchorMessage, AnchorTable, AnchorUpdate
+from ropewalk.scheduler.snapshot import EMPTY_SNAPSHOT, Snapshot
 from ropewalk.scheduler.state import (
-    EMPTY_SNAPSHOT,
     Observation,
     SchedulerSettings,
     SchedulerState,
-    Snapshot,
     graph_payload,
     load_state,
     save_state,

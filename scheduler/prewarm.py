@@ -19,7 +19,7 @@ from enum import StrEnum
 from typing import Any
 
 from ropewalk.scheduler.routing import ReplicaView, RequestHints, rank_replicas
-from ropewalk.scheduler.state import LIVE_S, Snapshot, Stand
+from ropewalk.scheduler.snapshot import LIVE_S, Snapshot, Stand
 
 MAX_TURNS = 4.0
 """Turns of a session within which an agent must be expected: in a group chat everybody is within a round of six, and

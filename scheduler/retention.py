@@ -22,7 +22,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from ropewalk.scheduler.markov import MAX_ORDER, VariableOrder
 
@@ -101,8 +101,8 @@ class Retention:
         self.now_s = 0.0
         self._uses: OrderedDict[Block, Use] = OrderedDict()
 
-    def begin(self, session: str, agent: str, now_s: float) -> None:
-        """Note that a turn of `agent` begins in a session."""
+    def begin(self, session: str | None, agent: str, now_s: float) -> None:
+        """Note that a turn of `agent` begins in a session; None: in none, so that nothing follows it."""
         self.num_turns += 1
         self.now_s = max(self.now_s, now_s)
 
@@ -174,8 +174,11 @@ class FirstOrder(Retention):
         self._at: OrderedDict[str, tuple[str, int]] = OrderedDict()
         self._survival: dict[str, float] = {}
 
-    def begin(self, session: str, agent: str, now_s: float) -> None:
+    def begin(self, session: str | None, agent: str, now_s: float) -> None:
         super().begin(session, agent, now_s)
+        if session is None:
+            self._learner.observe((), agent)
+            return
         before = self._at.pop(session, None)
         if before is None or before[0] != agent:
             self._learner.observe(() if before is None else (before[0],), agent)
@@ -327,8 +330,14 @@ class Foresight(Retention):
         self._num_unsummed = 0
         """Turns since rates were summed up: only whoever asks for a worth needs them."""
 
-    def begin(self, session: str, agent: str, now_s: float) -> None:
+    def begin(self, session: str | None, agent: str, now_s: float) -> None:
         super().begin(session, agent, now_s)
+        self._began.append(now_s)
+        del self._began[:-300]
+        self._num_unsummed += 1
+        if session is None:
+            self._observe((), agent)
+            return
         live = self._live.pop(session, None)
         if live is None:
             live = _Live()
@@ -346,10 +355,7 @@ class Foresight(Retention):
         silent = self.now_s - SILENCE * self.pauses.mean_s
         while (first := next(iter(self._live))) != session and self._live[first].last_s < silent:
             self.end(first)
-        self._began.append(now_s)
-        del self._began[:-300]
         self._own.pop(session, None)
-        self._num_unsummed += 1
 
     def end(self, session: str) -> None:
         live = self._live.pop(session, None)
@@ -392,10 +398,24 @@ class Foresight(Retention):
         elapsed = self._began[-1] - self._began[0]
         turns_per_s = (len(self._began) - 1) / elapsed if elapsed > 0 else 0.0
         rates = {agent: NEWCOMERS * turns_per_s * n / total for agent, n in newest.items()}
-        for session in self._live:
-            for agent, rate in self._own_rates(session).items():
-                rates[agent] = rates.get(agent, 0.0) + rate
+        pause = self.pauses.mean_s
+        chances: dict[Past, list[float]] = {}
+        """Sum over the sessions that stand at a past, for each turn ahead, of `P(goes on) / seconds until then`."""
+        for live in self._live.values():
+            goes_on, rest = self._standing(live)
+            own = [goes_on / (rest + turns * pause) for turns in range(HORIZON)]
+            known = chances.get(live.past)
+            chances[live.past] = own if known is None else [a + b for a, b in zip(known, own, strict=True)]
+        for past, sums in chances.items():
+            for agent, times in self._outlook(past).items():
+                rates[agent] = rates.get(agent, 0.0) + sum(p * sums[turns - 1] for turns, p in times)
         self._rates = rates
+
+    def _standing(self, live: _Live) -> tuple[float, float]:
+        """Return how likely a session goes on, silent for as long as it has been, and how soon then, in seconds."""
+        longer, rest = self.pauses.longer(self.now_s - live.last_s)
+        goes_on = (1 - live.p_end) * longer
+        return goes_on / (goes_on + live.p_end), rest
 
     def _own_rates(self, session: str) -> dict[str, float]:
         """Rates of one session's agents; what was computed since the last sum stands."""
@@ -403,9 +423,7 @@ class Foresight(Retention):
         if rates is None:
             live = self._live[session]
             pause = self.pauses.mean_s
-            longer, rest = self.pauses.longer(self.now_s - live.last_s)
-            goes_on = (1 - live.p_end) * longer
-            goes_on /= goes_on + live.p_end
+            goes_on, rest = self._standing(live)
             rates = {
                 agent: goes_on * sum(p / (rest + (turns - 1) * pause) for turns, p in times)
                 for agent, times in self._outlook(live.past).items()
@@ -450,6 +468,8 @@ class Foresight(Retention):
         total = sum(p for _, p in found)
         return [(agent, p / total) for agent, p in islice(found, 16)] if total else []
 
+
+RuleName = Literal["lru", "ttl", "anchors", "first-order", "foresight"]
 
 RULES: Mapping[str, type[Retention]] = {
     "lru": Lru,

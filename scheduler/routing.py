@@ -26,7 +26,7 @@ from typing import NamedTuple
 import xxhash
 
 from ropewalk.agents.sketch import AnchorSketch
-from ropewalk.scheduler.state import EMPTY_SNAPSHOT, Snapshot
+from ropewalk.scheduler.snapshot import EMPTY_SNAPSHOT, Snapshot
 
 SESSION_SLACK = 4
 """Requests by which a session's replica may at most be busier than another, however long the history is."""

@@ -5,26 +5,24 @@ Pure: no Ray, no clock, no files except `load_state` and `save_state`.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
 import uuid
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import networkx as nx
 
 from ropewalk.agents.identity import AgentRegistry
-from ropewalk.agents.profiles import AnchorIndex, Profile
 from ropewalk.agents.sessions import Past, SessionTable
-from ropewalk.agents.sketch import AnchorSketch, clean_agent_name
-from ropewalk.scheduler.handovers import HandoverCounts, Predictability, Table, predictability
+from ropewalk.agents.sketch import AnchorSketch
+from ropewalk.scheduler.handovers import HandoverCounts, Table, predictability
 from ropewalk.scheduler.markov import EPSILON, HALF_LIFE, MAX_ORDER, Smoothing, VariableOrder
+from ropewalk.scheduler.snapshot import LIVE_S, AgentView, Snapshot, Stand, Warmth
 from ropewalk.scheduler.survival import MAX_HOPS, TAU, Chain
 
 FORMAT_VERSION = 2
@@ -42,12 +40,9 @@ MAX_WARM_REPLICAS = 16
 NEXT_AGENTS = 8
 """Successors a snapshot carries an agent: with tau = 0.1 at most ten can matter, and eight hold nearly all the mass."""
 
-LIVE_S = 60.0
-"""Seconds since its last turn for which a session's outlook is published: one that waits longer, for a person or a long
-tool run, gives no notice of when it goes on."""
-
 MAX_STANDS = 256
-"""Sessions of which that is so: where more are live, hardly any replica is idle, and snapshots go to every process."""
+"""Sessions whose outlook a snapshot carries: where more are live, hardly any replica is idle, and snapshots go to every
+process."""
 
 OUTLOOK_AGENTS = 4
 """Agents of an outlook that a snapshot carries: those that are needed first."""
@@ -109,133 +104,6 @@ class Observation:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     reused_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Warmth:
-    """An agent's anchor on one replica: when it was last used there."""
-
-    replica: str
-    node: str
-    last_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class AgentView:
-    """What a snapshot says about one agent.
-
-    `next`: (agent, probability, count) likeliest first. `warm`: most recent first. `anchor_tokens`: estimated length.
-    """
-
-    agent: str
-    named: bool
-    num_requests: int
-    several_sessions: bool
-    survival: float
-    anchor_tokens: int
-    profile: Profile | None
-    next: tuple[tuple[str, float, int], ...]
-    warm: tuple[Warmth, ...]
-    model: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Stand:
-    """Where a session stands that had a turn in the last `LIVE_S` seconds; fields as `agents.sessions.SessionState`."""
-
-    session: str
-    past: Past
-    group: str | None
-    last_s: float
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """What routers and replicas read locally. `version` differs whenever the content does, across restarts too.
-
-    `sessions[session] = (agent, replicas most recent first, tokens of the last prompt)`. `groups`: how predictable the
-    sessions are that begin with an agent. `predictability`: that of all sessions. `stands`: the sessions that had a
-    turn just now, most recent first, at most `MAX_STANDS`. `outlooks`: for each past of theirs the `OUTLOOK_AGENTS`
-    that are needed first, and in how many turns. `replicas`: those of each model that prewarm and were heard of just
-    now, with their nodes.
-    """
-
-    version: int
-    time_s: float
-    agents: Mapping[str, AgentView]
-    sessions: Mapping[str, tuple[str | None, tuple[str, ...], int]]
-    predictability: float
-    num_handovers: int
-    num_observations: int
-    groups: Mapping[str, Predictability] = field(default_factory=dict)
-    stands: tuple[Stand, ...] = ()
-    outlooks: Mapping[Past, tuple[tuple[str, float], ...]] = field(default_factory=dict)
-    replicas: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
-
-    @cached_property
-    def index(self) -> AnchorIndex:
-        """Finds agents by sketch, built on first use."""
-        return AnchorIndex({a: v.profile for a, v in self.agents.items() if v.profile is not None})
-
-    @cached_property
-    def sessions_by_replica(self) -> Mapping[str, int]:
-        """Sessions whose last turn was on each replica."""
-        return Counter(replicas[0] for _, replicas, _ in self.sessions.values() if replicas)
-
-    def agent_of(self, name: str | None, sketch: AnchorSketch | None) -> str | None:
-        """The agent of a request: its explicit name, else the one its sketch matches, else None."""
-        return clean_agent_name(name) or (self.index.match(sketch) if sketch else None)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form."""
-        agents = {
-            agent: {
-                **{f.name: getattr(view, f.name) for f in dataclasses.fields(view)},
-                "profile": None if view.profile is None else view.profile.to_dict(),
-                "next": [list(item) for item in view.next],
-                "warm": [dataclasses.asdict(w) for w in view.warm],
-            }
-            for agent, view in self.agents.items()
-        }
-        return {
-            "version": self.version,
-            "time_s": self.time_s,
-            "agents": agents,
-            "sessions": {s: [agent, list(replicas), n] for s, (agent, replicas, n) in self.sessions.items()},
-            "predictability": self.predictability,
-            "num_handovers": self.num_handovers,
-            "num_observations": self.num_observations,
-            "groups": {group: [p.r, p.num_handovers] for group, p in self.groups.items()},
-            "stands": [[s.session, list(s.past), s.group, s.last_s] for s in self.stands],
-            "outlooks": [[list(past), [list(item) for item in nearest]] for past, nearest in self.outlooks.items()],
-            "replicas": {model: [list(pair) for pair in pairs] for model, pairs in self.replicas.items()},
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Snapshot:
-        """Inverse of `to_dict`, up to the rounding of supports."""
-        agents = {
-            agent: AgentView(
-                **{
-                    **view,
-                    "profile": None if view["profile"] is None else Profile.from_dict(view["profile"]),
-                    "next": tuple((str(a), float(p), int(n)) for a, p, n in view["next"]),
-                    "warm": tuple(Warmth(**w) for w in view["warm"]),
-                }
-            )
-            for agent, view in data["agents"].items()
-        }
-        sessions = {s: (agent, tuple(replicas), int(n)) for s, (agent, replicas, n) in data["sessions"].items()}
-        groups = {group: Predictability(float(r), int(n)) for group, (r, n) in data["groups"].items()}
-        stands = tuple(Stand(s, tuple(past), group, float(at)) for s, past, group, at in data["stands"])
-        outlooks = {tuple(past): tuple((str(a), float(t)) for a, t in near) for past, near in data["outlooks"]}
-        replicas = {m: tuple((str(r), str(node)) for r, node in pairs) for m, pairs in data["replicas"].items()}
-        more = {"agents": agents, "sessions": sessions, "groups": groups}
-        return cls(**{**data, **more, "stands": stands, "outlooks": outlooks, "replicas": replicas})
-
-
-EMPTY_SNAPSHOT = Snapshot(0, 0.0, {}, {}, 0.0, 0, 0)
-"""What is known before the scheduler has said anything."""
 
 
 @dataclass(slots=True)

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ropewalk.cluster.bench.output import check_writable
+from ropewalk.cluster.bench.output import add_data_and_json, check_writable
 from ropewalk.cluster.cli import UserError
 from ropewalk.scheduler.markov import MAX_ORDER, VariableOrder, top_hits
-from ropewalk.workloads.sequences import SHARED, SOURCES, Sequences, SequencesError, public_sequences, read_sequences
+from ropewalk.workloads.sequences import SOURCES, Sequences, SequencesError, public_sequences, read_sequences
 
 PAPER = "first order, as in the paper"
 
@@ -30,10 +30,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "files", nargs="*", type=Path, metavar="FILE", help="a sequence a line: names parted by blanks, or JSON lists"
     )
-    parser.add_argument(
-        "--data", type=Path, default=SHARED, metavar="DIR", help="folder with the public runs (default: %(default)s)"
-    )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write all figures here")
+    add_data_and_json(parser)
     return parser
 
 

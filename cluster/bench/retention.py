@@ -14,10 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ropewalk.cluster.bench.output import check_writable
+from ropewalk.cluster.bench.output import add_data_and_json, check_writable
 from ropewalk.scheduler.retention import RULES, Foresight, Retention, TtlPin
 from ropewalk.workloads.block_cache import Clairvoyant, hit_rate
-from ropewalk.workloads.sequences import SHARED
 from ropewalk.workloads.traces import PATTERNS, SPREAD, TRANSCRIPTS, Sizes, TraceTurn, chat, transcripts
 
 BLOCK_SIZE = 32
@@ -70,10 +69,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--model-only", action="store_true", help="no engine: the model of its cache, which takes seconds"
     )
-    parser.add_argument(
-        "--data", type=Path, default=SHARED, metavar="DIR", help="folder with the public runs (default: %(default)s)"
-    )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write all figures here")
+    add_data_and_json(parser)
     return parser
 
 

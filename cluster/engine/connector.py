@@ -145,8 +145,6 @@ class RopewalkConnector(KVConnectorBase_V1):
         self._order: PoolOrder | None = None
         if self._settings.retention != "lru":
             self._order = PoolOrder(RULES[self._settings.retention], self._block_size)
-        self._turns: dict[str, tuple[str | None, str]] = {}
-        """Session and agent of each request that is a turn; no session where an agent's anchor is prewarmed."""
         # Worker half
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._layout: KvLayout | None = None
@@ -168,7 +166,8 @@ class RopewalkConnector(KVConnectorBase_V1):
     def on_new_request(self, request: Request) -> None:
         """Follow a request that carries a plan, and give blocks that are not exact hashes of their own domain."""
         params = (request.kv_transfer_params or {}).get(PARAMS_KEY)
-        self._begin_turn(request.request_id, params or {})
+        if self._order is not None and not (params and params.get("is_stage")):
+            self._order.begin(request.request_id, (params or {}).get("turn") or {})
         if not params or "plan" not in params or self._refused:
             return
         plan = Plan.from_params(params["plan"])
@@ -221,29 +220,9 @@ class RopewalkConnector(KVConnectorBase_V1):
         tracked.num_local = num_computed_tokens
         return max(end - num_computed_tokens, 0), False
 
-    def _begin_turn(self, request_id: str, params: dict[str, Any]) -> None:
-        if self._order is None or params.get("is_stage"):
-            return
-        turn = params.get("turn") or {}
-        for session in turn.get("ended", ()):
-            self._order.rule.end(session)
-        if turn.get("prewarm"):  # nobody's turn: nothing is learned from it
-            self._turns[request_id] = None, turn.get("agent") or ""
-            return
-        # Who names no session has one turn in a session of their own.
-        session, agent = turn.get("session") or request_id, turn.get("agent") or ""
-        self._turns[request_id] = session, agent
-        at_s = turn.get("at_s")
-        self._order.rule.begin(session, agent, time.monotonic() if at_s is None else at_s)
-
     def _make_room(self, request: Request, num_computed_tokens: int) -> None:
         if self._order is not None:
             self._order.make_room(request, num_computed_tokens)
-
-    def _end_turn(self, request: Request, num_tokens: int) -> None:
-        turn = self._turns.pop(request.request_id, None)
-        if turn is not None and self._order is not None:
-            self._order.used(*turn, request, num_tokens)
 
     def _must_wait(self, tracked: _Tracked, num_computed_tokens: int) -> bool:
         """Tell whether the other requests of a batched plan have to come first."""
@@ -349,7 +328,8 @@ class RopewalkConnector(KVConnectorBase_V1):
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Queue what the request computed for saving; its blocks are held until its rows are out of the cache."""
-        self._end_turn(request, min(request.num_computed_tokens, len(block_ids) * self._block_size))
+        if self._order is not None:
+            self._order.end(request, min(request.num_computed_tokens, len(block_ids) * self._block_size))
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return False, None

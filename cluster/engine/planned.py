@@ -12,6 +12,7 @@ import contextlib
 import logging
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -41,6 +42,9 @@ from ropewalk.scheduler.plan import Plan, empty_plan
 from ropewalk.scheduler.planner import make_plan
 
 logger = logging.getLogger(__name__)
+
+MAX_ENDED = 1024
+"""Ended sessions that wait to be told to the engine; those that nobody told of end by their silence."""
 
 EMPTYING_S = 20.0
 """Seconds that a purge waits for a moment in which no request holds blocks."""
@@ -78,7 +82,7 @@ class PlannedEngine:
         """Called with the key and token ids of each prompt of the default tenant that may be remembered."""
         self._num_running = 0
         self._num_started = 0
-        self._ended: list[str] = []
+        self._ended: deque[str] = deque(maxlen=MAX_ENDED)
         self._preparing = asyncio.Lock()
         self._prepared = False
         self._rotary_summary: dict[str, Any] | None = None
@@ -404,7 +408,8 @@ class PlannedEngine:
 
     def _turn(self, settings: RequestSettings) -> dict[str, Any]:
         """What the engine has to know to keep what will be used again; ended sessions are told with whoever is next."""
-        ended, self._ended = self._ended, []
+        ended = list(self._ended)
+        self._ended.clear()
         session = None if settings.session is None else f"{settings.tenant}/{settings.session}"
         agent = settings.agent or settings.recognised
         turn = {"session": session, "agent": agent, "at_s": settings.at_s, "ended": ended}

@@ -7,8 +7,9 @@ nothing else. That is all that happens here: what is in the cache and who may us
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable, Mapping, Set
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
@@ -36,6 +37,9 @@ class PoolOrder:
         self._make_rule = make_rule
         self._block_size = block_size
         self._pool: BlockPool | None = None
+        self._turns: dict[str, tuple[str | None, str]] = {}
+        """Session and agent of each request that is a turn; no session where an agent's anchor is prewarmed."""
+        self._asked: tuple[str, int] | None = None
 
     def bind(self, pool: BlockPool) -> None:
         """Take the engine's pool; remember as many blocks as tell twice its content."""
@@ -48,12 +52,37 @@ class PoolOrder:
         if self._pool is not None:
             self.rule.max_blocks = max(2 * int(self._pool.num_gpu_blocks), 1024)
 
+    def begin(self, request_id: str, turn: Mapping[str, Any]) -> None:
+        """Take in a request and what is said of its turn: `session`, `agent`, `at_s` (None: now), whether it is a
+        `prewarm`, and which sessions have `ended`.
+        """
+        if self._pool is None:
+            return
+        for ended in turn.get("ended", ()):
+            self.rule.end(ended)
+        session, agent, at_s = turn.get("session"), turn.get("agent") or "", turn.get("at_s")
+        if turn.get("prewarm"):  # nobody's turn: nothing is learned from it
+            self._turns[request_id] = None, agent
+            return
+        self._turns[request_id] = session or request_id, agent
+        self.rule.begin(session, agent, time.monotonic() if at_s is None else at_s)
+
+    def end(self, request: Request, num_tokens: int) -> None:
+        """Note which blocks a request has used: all that its first `num_tokens` tokens fill."""
+        turn = self._turns.pop(request.request_id, None)
+        if turn is not None:
+            self.rule.used(*turn, request.block_hashes[: num_tokens // self._block_size])
+
     def make_room(self, request: Request, num_cached: int) -> None:
         """Let the blocks go first that are worth least, as many as a request will take. `num_cached`: its tokens that
         lie in blocks already.
         """
         if self._pool is None:
             return
+        asked = request.request_id, self._pool.get_num_free_blocks()
+        if asked == self._asked:  # it found no room in the step before, and finds the queue as it was left
+            return
+        self._asked = asked
         needed = -(-(request.num_tokens - num_cached) // self._block_size)
         needed += min(-(-(request.max_tokens or 0) // self._block_size), MAX_OUTPUT_BLOCKS)
         # vLLM takes those that the request shares out of the queue before it takes new ones.
@@ -81,7 +110,3 @@ class PoolOrder:
                 window.append((name, block))
             block = block.next_free_block
         return window, needed
-
-    def used(self, session: str | None, agent: str, request: Request, num_tokens: int) -> None:
-        """Note which blocks a request has used: all that its first `num_tokens` tokens fill."""
-        self.rule.used(session, agent, request.block_hashes[: num_tokens // self._block_size])

@@ -6,7 +6,7 @@ import os
 import shutil
 from collections import Counter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -14,9 +14,7 @@ from ropewalk.cluster.store.node_store import DiskTier
 from ropewalk.cluster.store.tier import Tier
 from ropewalk.kernels.gear import ChunkSizes
 from ropewalk.scheduler.planner import PlannerSettings
-
-Retain = Literal["lru", "ttl", "anchors", "first-order", "foresight"]
-"""Rules by which the engine's cache lets blocks go: `ropewalk.scheduler.retention`."""
+from ropewalk.scheduler.retention import RuleName
 
 CONNECTOR = "RopewalkConnector"
 CONNECTOR_MODULE = "ropewalk.cluster.engine.connector"
@@ -67,7 +65,7 @@ class EngineSettings(BaseModel):
     store_budget_bytes: int = Field(0, ge=0, description="0: half of what is free where the root lies")
     disk_root: Path | None = Field(None, description="None: what memory has no room for is dropped")
     disk_budget_bytes: int = Field(0, ge=0, description="0: half of the disk's free room")
-    retention: Retain = Field("foresight", description="the order in which cached blocks are let go")
+    retention: RuleName = Field("foresight", description="the order in which cached blocks are let go")
     save: bool = True
     max_hold_s: float = Field(
         2.0, gt=0, description="seconds that a request's blocks are held to be saved: one more, and it is given up"

@@ -42,7 +42,8 @@ from ropewalk.cluster.serve.server import ANCHORS_OFF, AnchorCall, SessionCall, 
 from ropewalk.cluster.serve.settings import RequestRefused
 from ropewalk.cluster.store.node_store import Traces
 from ropewalk.scheduler.actor import SchedulerClient, SchedulerUnavailableError
-from ropewalk.scheduler.state import EMPTY_SNAPSHOT, SchedulerSettings, graph_payload
+from ropewalk.scheduler.snapshot import EMPTY_SNAPSHOT
+from ropewalk.scheduler.state import SchedulerSettings, graph_payload
 
 STATUS_DEADLINE_S = 5.0
 """How long `GET /v1/replicas` waits for one busy replica before it is shown without details."""

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ropewalk.agents.sketch import anchor_sketch
+from ropewalk.agents.sketch import AnchorSketch, anchor_sketch
 from ropewalk.cluster.engine.request import RequestReport, RequestSettings
 from ropewalk.cluster.serve.hints import anchor_body
 from ropewalk.scheduler.actor import SchedulerClient
 from ropewalk.scheduler.state import Observation, SchedulerSettings
 
 logger = logging.getLogger("ray.serve")
+
+MAX_SKETCHES = 1024
+"""Sketches kept from a request until its answer: more than a replica runs at once."""
 
 
 class Observer:
@@ -26,6 +30,7 @@ class Observer:
         self._node = node
         self._client = SchedulerClient(settings)
         self._num_failures = 0
+        self._sketches: OrderedDict[str, AnchorSketch | None] = OrderedDict()
 
     @property
     def client(self) -> SchedulerClient:
@@ -37,8 +42,12 @@ class Observer:
         if settings.agent is not None or settings.session is None or settings.scratch:
             return settings
         try:
-            agent = self._client.snapshot.agent_of(None, anchor_sketch(anchor_body(request)))
-        except Exception:
+            sketch = anchor_sketch(anchor_body(request))
+            agent = self._client.snapshot.agent_of(None, sketch)
+            self._sketches[settings.key] = sketch
+            if len(self._sketches) > MAX_SKETCHES:
+                self._sketches.popitem(last=False)
+        except Exception:  # a name is worth no request
             self._num_failures += 1
             logger.exception("An agent could not be recognised")
             return settings
@@ -51,8 +60,7 @@ class Observer:
                 Observation(
                     session=settings.session,
                     agent=settings.agent,
-                    # What is sketched is remembered, if only as hashes.
-                    sketch=None if settings.scratch else anchor_sketch(anchor_body(request)),
+                    sketch=self._sketch(request, settings),
                     model=self._model,
                     replica=self._replica,
                     node=self._node,
@@ -65,6 +73,14 @@ class Observer:
         except Exception:  # the answer has been sent: learning from it must not turn it into an error
             self._num_failures += 1
             logger.exception("An observation could not be made")
+
+    def _sketch(self, request: Any, settings: RequestSettings) -> AnchorSketch | None:
+        """What is sketched is remembered, if only as hashes: not what must leave nothing behind."""
+        if settings.scratch:
+            return None
+        if settings.key in self._sketches:
+            return self._sketches.pop(settings.key)
+        return anchor_sketch(anchor_body(request))
 
     def status(self) -> Mapping[str, Any]:
         """Counts of the client, for `GET /v1/replicas`."""

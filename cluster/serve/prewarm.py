@@ -27,7 +27,7 @@ from ropewalk.scheduler.anchors import (
     common_prefix,
 )
 from ropewalk.scheduler.prewarm import Ledger, PrewarmSettings, Situation, Verdict, WasteBudget, decide
-from ropewalk.scheduler.state import Snapshot
+from ropewalk.scheduler.snapshot import Snapshot
 
 logger = logging.getLogger("ray.serve")
 

@@ -29,7 +29,8 @@ from ropewalk.scheduler.actor import (
     stop_scheduler,
 )
 from ropewalk.scheduler.anchors import Anchor, AnchorBook, AnchorMessage, AnchorUpdate
-from ropewalk.scheduler.state import EMPTY_SNAPSHOT, Observation, SchedulerSettings
+from ropewalk.scheduler.snapshot import EMPTY_SNAPSHOT
+from ropewalk.scheduler.state import Observation, SchedulerSettings
 
 
 def turn(agent: str, session: str = "s", time_s: float = 1.0) -> Observation:

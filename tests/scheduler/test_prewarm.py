@@ -30,16 +30,8 @@ from ropewalk.scheduler.prewarm import (
     decide,
     home_of,
 )
-from ropewalk.scheduler.state import (
-    EMPTY_SNAPSHOT,
-    LIVE_S,
-    AgentView,
-    Observation,
-    SchedulerState,
-    Snapshot,
-    Stand,
-    Warmth,
-)
+from ropewalk.scheduler.snapshot import EMPTY_SNAPSHOT, LIVE_S, AgentView, Snapshot, Stand, Warmth
+from ropewalk.scheduler.state import Observation, SchedulerState
 
 NOW = 1000.0
 SETTINGS = PrewarmSettings()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ropewalk.scheduler.retention import (
     END,
+    NEWCOMERS,
     RULES,
     SILENCE,
     Anchors,
@@ -149,6 +150,29 @@ def test_the_share_of_longer_pauses_falls_and_the_rest_is_never_nothing():
     assert shares == sorted(shares, reverse=True)
     assert pauses.longer(2.0)[0] == pytest.approx(sum(pause > 2.0 for pause in drawn) / len(drawn), abs=0.1)
     assert all(pauses.longer(seconds)[1] > 0 for seconds in (0.0, 1.0, 20.0, 1e6))
+
+
+def test_requests_without_a_session_say_nothing_of_how_sessions_go_on():
+    rule = Foresight()
+    now_s = play(rule, {"s": list(PIPELINE) * 5, "t": list(PIPELINE) * 5})
+    for turn in range(60):
+        rule.begin(None, "plan", now_s + 0.01 * turn)
+    rule.begin("u", "plan", now_s + 1.0)
+    assert rule._live["u"].p_end < 0.2
+    assert FirstOrder().begin(None, "plan", 0.0) is None
+
+
+@pytest.mark.parametrize("num_sessions", [3, 40])
+def test_an_anchors_rate_is_the_sum_over_its_sessions(num_sessions):
+    rule = Foresight()
+    play(rule, {f"s{n}": list(PIPELINE)[: 2 + n % 3] * 3 for n in range(num_sessions)})
+    rule._sum_up()
+    elapsed = rule._began[-1] - rule._began[0]
+    seen = rule._learner.counts(())
+    for agent in PIPELINE:
+        own = sum(rule._own_rates(session).get(agent, 0.0) for session in rule._live)
+        background = NEWCOMERS * (len(rule._began) - 1) / elapsed * seen[agent] / sum(seen.values())
+        assert rule._rates[agent] == pytest.approx(own + background)
 
 
 def test_a_predictor_of_ends_that_is_wrong_loses_its_say():

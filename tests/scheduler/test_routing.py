@@ -22,7 +22,8 @@ from ropewalk.scheduler.routing import (
     agent_key,
     rank_replicas,
 )
-from ropewalk.scheduler.state import Observation, SchedulerState, Snapshot
+from ropewalk.scheduler.snapshot import Snapshot
+from ropewalk.scheduler.state import Observation, SchedulerState
 
 ANCHOR = anchor_sketch(
     {"messages": [{"role": "system", "content": "\n".join(f"Rule {c * 3} holds." * 9 for c in "abcdefghij")}]}

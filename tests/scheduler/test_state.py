@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from ropewalk.agents.sketch import AnchorSketch, anchor_sketch
+from ropewalk.scheduler.snapshot import LIVE_S, Snapshot
 from ropewalk.scheduler.state import (
-    LIVE_S,
     MAX_WARM_REPLICAS,
     Observation,
     SchedulerSettings,
     SchedulerState,
-    Snapshot,
     StateFormatError,
     graph_payload,
     load_state,

@@ -9,6 +9,7 @@ import pytest
 from ropewalk.cluster.bench import retention
 from ropewalk.cluster.cli import main
 
+TOLD = retention.TOLD
 SMALL = ["bench", "retention", "--workloads", "selector", "--sessions", "8"]
 
 
@@ -32,9 +33,9 @@ def test_the_model_alone_says_what_each_rule_is_worth(tmp_path, capsys):
 def test_an_engine_keeps_what_the_model_says(tmp_path, capsys):
     """Hit rates of vLLM with few blocks and those of the model of its cache: within a point of each other."""
     path = tmp_path / "out.json"
-    assert main([*SMALL, "--budgets", "110", "--arms", "lru", "foresight", "--json", str(path)]) == 0
+    assert main([*SMALL, "--budgets", "110", "--arms", "lru", "foresight", TOLD, "--json", str(path)]) == 0
     (entry,) = json.loads(path.read_text())["cells"]
-    assert set(entry["engine"]) == {"lru", "foresight"}
+    assert set(entry["engine"]) == {"lru", "foresight", TOLD}
     for arm, rate in entry["engine"].items():
         assert rate == pytest.approx(entry["model"][arm], abs=0.01), arm
     assert entry["engine"]["foresight"] > entry["engine"]["lru"] + 0.05

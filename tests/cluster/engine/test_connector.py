@@ -432,29 +432,16 @@ def test_what_ranks_count_adds_up_and_the_earliest_failure_counts():
     assert both.aggregate(RopewalkWorkerMetadata()).counters == both.counters
 
 
-def test_turns_are_told_to_the_rule_of_eviction_and_forgotten_with_their_requests(harness):
-    rule, said = harness.connector._order.rule, []
-    rule.begin = lambda *turn: said.append(("begin", *turn))
-    rule.used = lambda session, agent, blocks: said.append(("used", session, agent))
-    rule.end = lambda session: said.append(("end", session))
-    for number, turn in enumerate(
-        [
-            {"session": "t/s", "agent": "coder", "at_s": 3.0, "ended": ["t/old"]},
-            None,
-            {"session": "t/s", "agent": None, "at_s": 4.0, "ended": []},
-        ]
-    ):
-        params = {"turn": turn, "is_stage": turn is None}
-        harness.connector._begin_turn(f"r{number}", params)
-    harness.connector._begin_turn("alone", {"turn": {"at_s": 5.0}})
-    assert said == [
-        ("end", "t/old"),
-        ("begin", "t/s", "coder", 3.0),
-        ("begin", "t/s", "", 4.0),
-        ("begin", "alone", "", 5.0),
-    ]
+def test_turns_reach_the_order_of_eviction_and_stages_do_not(harness):
+    said = []
+    harness.connector._order = SimpleNamespace(
+        begin=lambda name, turn: said.append((name, turn)), end=lambda request, n: said.append((request.request_id, n))
+    )
+    turn = {"session": "t/s", "agent": "coder"}
+    for name, params in (("r", {"turn": turn}), ("stage", {"turn": None, "is_stage": True}), ("plain", None)):
+        request = SimpleNamespace(request_id=name, kv_transfer_params=params and {"ropewalk": params})
+        harness.connector.on_new_request(request)
+    assert said == [("r", turn), ("plain", {})]
     said.clear()
-    for name in ("r0", "r1", "r2", "alone"):
-        harness.connector._end_turn(SimpleNamespace(request_id=name, block_hashes=[]), 64)
-    assert said == [("used", "t/s", "coder"), ("used", "t/s", ""), ("used", "alone", "")]
-    assert not harness.connector._turns
+    harness.connector.request_finished(SimpleNamespace(request_id="plain", num_computed_tokens=40), [1, 2])
+    assert said == [("plain", 40)]

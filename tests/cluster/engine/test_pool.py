@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,6 @@ import pytest
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
-from ropewalk.cluster.engine.connector import RopewalkConnector
 from ropewalk.cluster.engine.pool import WINDOW, PoolOrder
 from ropewalk.scheduler.retention import Anchors, Foresight, Retention
 
@@ -24,13 +24,17 @@ class Bench:
         self.pool = BlockPool(num_blocks + 1, enable_caching=True, hash_block_size=BLOCK)
         self.order = PoolOrder(rule, BLOCK)
         self.order.bind(self.pool)
+        self.numbers = itertools.count()
 
     def serve(self, session: str, agent: str, names: list[str], now_s: float = 0.0) -> int:
         """Answer a request of these blocks and one token more; return how many were cached."""
         request: Any = SimpleNamespace(
-            num_tokens=len(names) * BLOCK + 1, max_tokens=1, block_hashes=[name.encode() for name in names]
+            request_id=f"r{next(self.numbers)}",
+            num_tokens=len(names) * BLOCK + 1,
+            max_tokens=1,
+            block_hashes=[name.encode() for name in names],
         )
-        self.order.rule.begin(session, agent, now_s)
+        self.order.begin(request.request_id, {"session": session, "agent": agent, "at_s": now_s})
         found = []
         for name in names:
             block = self.pool.get_cached_block(name.encode(), [0])
@@ -43,7 +47,7 @@ class Bench:
         for name, block in zip(names[len(found) :], new, strict=False):
             block.set_block_hash(make_block_hash_with_group_id(name.encode(), 0), BLOCK)
             self.pool.cached_block_hash_to_block.insert(block.block_hash, block)
-        self.order.used(session, agent, request, request.num_tokens)
+        self.order.end(request, request.num_tokens)
         self.pool.free_blocks(reversed([*found, *new]))
         return len(found)
 
@@ -118,14 +122,49 @@ def test_forgetting_makes_all_blocks_alike():
 
 
 def test_a_prewarmed_anchor_is_its_agents_and_no_turn():
-    connector = RopewalkConnector.__new__(RopewalkConnector)
-    connector._order, connector._turns = PoolOrder(Foresight, 16), {}
-    connector._begin_turn("real", {"turn": {"session": "s", "agent": "a", "ended": []}})
-    connector._begin_turn("warm", {"turn": {"session": None, "agent": "b", "ended": [], "prewarm": True}})
-    assert connector._order.rule.num_turns == 1
-    connector._end_turn(SimpleNamespace(request_id="warm", block_hashes=[b"0", b"1", b"2"]), 32)
-    uses = connector._order.rule._uses
-    assert {block: (use.session, use.agents) for block, use in uses.items()} == {
+    order = Bench(10, Foresight).order
+    order.begin("real", {"session": "s", "agent": "a", "ended": []})
+    order.begin("warm", {"session": None, "agent": "b", "ended": [], "prewarm": True})
+    assert order.rule.num_turns == 1
+    order.end(request_of("warm", [b"0", b"1", b"2"]), 32)
+    assert {block: (use.session, use.agents) for block, use in order.rule._uses.items()} == {
         b"0": (None, {"b"}),
         b"1": (None, {"b"}),
     }
+
+
+def test_turns_are_told_to_the_rule_and_forgotten_with_their_requests(monkeypatch):
+    order, said = Bench(10).order, []
+    monkeypatch.setattr(order.rule, "begin", lambda *turn: said.append(("begin", *turn)))
+    monkeypatch.setattr(order.rule, "used", lambda session, agent, blocks: said.append(("used", session, agent)))
+    monkeypatch.setattr(order.rule, "end", lambda session: said.append(("end", session)))
+    order.begin("r0", {"session": "t/s", "agent": "coder", "at_s": 3.0, "ended": ["t/old"]})
+    order.begin("r1", {"at_s": 5.0})
+    assert said == [("end", "t/old"), ("begin", "t/s", "coder", 3.0), ("begin", None, "", 5.0)]
+    said.clear()
+    for name in ("r0", "r1", "unknown"):
+        order.end(request_of(name, []), 64)
+    assert said == [("used", "t/s", "coder"), ("used", "r1", "")]
+    assert not order._turns
+
+
+def test_a_request_that_waits_for_room_is_weighed_once(monkeypatch):
+    bench = Bench(10)
+    for number in range(6):
+        bench.serve(f"s{number}", "a", [f"b{number}", f"c{number}"])
+    weighed = []
+    rank = bench.order.rule.rank
+    monkeypatch.setattr(bench.order.rule, "rank", lambda block: weighed.append(block) or rank(block))
+    waiting = SimpleNamespace(**vars(request_of("w", [b"w0", b"w1"])), num_tokens=40, max_tokens=1)
+    bench.order.make_room(waiting, 0)
+    assert weighed
+    weighed.clear()
+    bench.order.make_room(waiting, 0)
+    assert not weighed
+    bench.pool.get_new_blocks(1)
+    bench.order.make_room(waiting, 0)
+    assert weighed
+
+
+def request_of(name: str, hashes: list[bytes]) -> Any:
+    return SimpleNamespace(request_id=name, block_hashes=hashes)

@@ -15,7 +15,7 @@ from ropewalk.cluster.serve.prewarm import Prewarmer
 from ropewalk.kernels.keys import as_tokens
 from ropewalk.scheduler.handovers import Predictability
 from ropewalk.scheduler.prewarm import PrewarmSettings
-from ropewalk.scheduler.state import EMPTY_SNAPSHOT, Snapshot, Stand
+from ropewalk.scheduler.snapshot import EMPTY_SNAPSHOT, Snapshot, Stand
 
 from .prompts import prompt
 

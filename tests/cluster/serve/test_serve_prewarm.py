@@ -19,7 +19,7 @@ from ropewalk.scheduler.actor import SchedulerUnavailableError
 from ropewalk.scheduler.anchors import AnchorTable
 from ropewalk.scheduler.handovers import Predictability
 from ropewalk.scheduler.prewarm import MIN_OUTCOMES, PrewarmSettings
-from ropewalk.scheduler.state import EMPTY_SNAPSHOT, AgentView, Snapshot, Stand
+from ropewalk.scheduler.snapshot import EMPTY_SNAPSHOT, AgentView, Snapshot, Stand
 
 ANCHOR = list(range(100, 300))
 BLOCK = 16
