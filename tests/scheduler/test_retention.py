@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from ropewalk.scheduler.retention import (
     END,
+    MAX_RENEWED,
     NEWCOMERS,
     RULES,
     SILENCE,
+    STALE_AFTER,
     Anchors,
     FirstOrder,
     Foresight,
@@ -173,6 +175,25 @@ def test_an_anchors_rate_is_the_sum_over_its_sessions(num_sessions):
         own = sum(rule._own_rates(session).get(agent, 0.0) for session in rule._live)
         background = NEWCOMERS * (len(rule._began) - 1) / elapsed * seen[agent] / sum(seen.values())
         assert rule._rates[agent] == pytest.approx(own + background)
+
+
+def test_old_outlooks_are_computed_anew_a_few_at_a_time(monkeypatch):
+    rule, rng = Foresight(), random.Random(3)
+    for turn in range(400):
+        rule.begin(f"s{turn % 60}", rng.choice("abcde"), turn / 60)
+    rule._sum_up()
+    for turn in range(STALE_AFTER + 60):
+        rule.begin(f"s{turn % 60}", rng.choice("abcde"), 7 + turn / 60)
+    computed = []
+    goes_on = rule._goes_on
+    monkeypatch.setattr(rule, "_goes_on", lambda past: computed.append(past) or goes_on(past))
+    known = {past: made for past, (made, _) in rule._outlooks.items()}
+    rule._sum_up()
+    renewed = [past for past, (made, _) in rule._outlooks.items() if known.get(past, made) != made]
+    assert len(renewed) == MAX_RENEWED
+    assert computed
+    rule._sum_up()
+    assert sum(known.get(past, made) != made for past, (made, _) in rule._outlooks.items()) > MAX_RENEWED
 
 
 def test_a_predictor_of_ends_that_is_wrong_loses_its_say():
