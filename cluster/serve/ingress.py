@@ -221,7 +221,7 @@ class AgentIngress(OpenAiIngress):
         """Forget a session, on all nodes that know it."""
         nodes, replicas = await self._nodes_and_replicas(model)
         await _ask_all(replicas, "settle")  # a turn that is answered is noted before, not behind it
-        await _ask_all(replicas, "forget_prompts", session_id)
+        await _ask_all(replicas, "end_session", session_id)
         answers = await _ask_all(nodes, "delete_session", session_id)
         if not any(answer["deleted"] for answer in answers):
             return _error(unknown_session(session_id))

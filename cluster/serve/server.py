@@ -246,7 +246,6 @@ class AgentServer(LLMServer):
     async def delete_session(self, name: str) -> dict[str, Any]:
         """Forget a session on this node."""
         turns = self.engine.planned.turns
-        self.engine.planned.end_session(DEFAULT_TENANT, name)
         return {"deleted": await turns.call(turns.sessions.delete, DEFAULT_TENANT, name)}
 
     async def settle(self) -> dict[str, Any]:
@@ -284,8 +283,11 @@ class AgentServer(LLMServer):
                 await self._prewarmer.forget_learned()
             return {"emptied": await self.engine.planned.empty_prefix_cache()}
 
-    async def forget_prompts(self, name: str) -> dict[str, Any]:
-        """Forget a session's prompts, from which anchors are learned."""
+    async def end_session(self, name: str) -> dict[str, Any]:
+        """A session is over: its blocks on this replica need not be kept, nor its prompts, from which anchors are
+        learned."""
+        if self.engine.planned is not None:
+            self.engine.planned.end_session(DEFAULT_TENANT, name)
         if self._prewarmer is not None:
             self._prewarmer.forget_session(name)
         return {}

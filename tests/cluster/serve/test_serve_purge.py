@@ -8,7 +8,7 @@ import pytest
 from ropewalk.cluster.serve import ingress
 from ropewalk.cluster.serve.edits import TokenSpan
 from ropewalk.cluster.serve.ingress import AgentIngress, UnreachableError, VerbBody
-from ropewalk.cluster.serve.server import unknown_session
+from ropewalk.cluster.serve.server import AgentServer, unknown_session
 from ropewalk.cluster.store.node_store import Traces
 
 NODES = {"a": ["a-1", "a-2"], "b": ["b-1"]}
@@ -42,7 +42,7 @@ class Cluster:
             "discard": {"purged_chunks": 1},
             "empty_prefix_cache": {"emptied": True},
             "delete_session": {"deleted": True},
-            "forget_prompts": {},
+            "end_session": {},
         }
         return self.answers.get((method, actor), usual[method])
 
@@ -118,8 +118,18 @@ async def test_without_a_span_the_whole_history_is_purged(cluster):
     assert {args for method, _, args in cluster.calls if method == "traces"} == {("s", None)}
 
 
-async def test_a_session_that_is_deleted_teaches_no_replica_an_anchor_any_more(cluster: Cluster) -> None:
+async def test_every_replica_hears_that_a_session_is_over(cluster: Cluster) -> None:
     answer = await cluster.ingress.delete_session("s", SimpleNamespace(), "m")  # type: ignore[arg-type]
     assert answer.status_code == 200
-    assert cluster.of("forget_prompts") == ["a-1", "a-2", "b-1"]
+    assert cluster.of("end_session") == ["a-1", "a-2", "b-1"]
     assert [method for method, _, _ in cluster.calls][-1] == "delete_session"
+
+
+async def test_a_replica_tells_its_engine_and_its_prewarmer_that_a_session_is_over() -> None:
+    said: list[tuple[str, ...]] = []
+    server = AgentServer.__new__(AgentServer)
+    planned = SimpleNamespace(end_session=lambda tenant, name: said.append(("engine", tenant, name)))
+    server.engine = SimpleNamespace(planned=planned)  # type: ignore[assignment]
+    server._prewarmer = SimpleNamespace(forget_session=lambda name: said.append(("prewarmer", name)))  # type: ignore[assignment]
+    assert await server.end_session("s") == {}
+    assert said == [("engine", "default", "s"), ("prewarmer", "s")]
