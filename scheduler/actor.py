@@ -367,9 +367,9 @@ class SchedulerClient:
     def _connected(self) -> Any:
         """The actor, waited for if the client's thread is just about to find it."""
         deadline = time.monotonic() + CALL_TIMEOUT_S
+        if not ray.is_initialized():
+            raise _NoRayError
         while (actor := self._actor) is None:
-            if not ray.is_initialized():
-                raise _NoRayError
             if time.monotonic() > deadline:
                 raise _StartingError
             time.sleep(FLUSH_INTERVAL_S / 4)
@@ -404,9 +404,11 @@ class SchedulerClient:
         """`graph` for callers without an event loop; waits at most `CALL_TIMEOUT_S`."""
         self._ensure_thread()
         try:
+            if not ray.is_initialized():
+                raise _NoRayError
             actor = self._actor
             if actor is None:
-                raise _StartingError if ray.is_initialized() else _NoRayError
+                raise _StartingError
             payload: dict[str, Any] = self._await(actor.graph.remote())
         except Exception as error:
             reason = self._note_failure(error)
@@ -495,10 +497,10 @@ class SchedulerClient:
 
     def _connect(self) -> Any:
         """The actor once it has answered. Runs in the client's thread only; tried again after every failure."""
+        if not ray.is_initialized():  # asked each time: a call to an actor known before a shutdown starts Ray anew
+            raise _NoRayError
         if self._actor is not None:
             return self._actor
-        if not ray.is_initialized():
-            raise _NoRayError
         if self._found is None:
             if self._create:
                 actor = get_or_create_scheduler(self._settings)
@@ -525,7 +527,7 @@ class SchedulerClient:
         with self._lock:
             first = not self._failures[reason]
             self._failures[reason] += 1
-        if reason in ("scheduler-restarting", "scheduler-died", "scheduler-error"):
+        if reason in ("scheduler-restarting", "scheduler-died", "scheduler-error", "ray-not-started"):
             # Found again, and answered once, before anything more is sent to it: what is sent meanwhile would be lost.
             self._actor = self._found = None
         if first:

@@ -171,8 +171,10 @@ def test_what_was_prewarmed_is_listed_with_its_anchor() -> None:
 
 
 def test_a_call_that_nobody_answers_says_why() -> None:
+    client = SchedulerClient()
     with pytest.raises(SchedulerUnavailableError, match="ray-not-started"):
-        asyncio.run(SchedulerClient().call("anchors"))
+        asyncio.run(client.call("anchors"))
+    client.close()
 
 
 def test_reset_forgets_everything() -> None:
@@ -202,6 +204,25 @@ def test_nothing_is_sent_to_a_scheduler_that_does_not_answer(monkeypatch: pytest
     client._actor = object()
     client._note_failure(ActorUnavailableError("restarting", None))
     assert client._actor is None
+
+
+def test_a_client_that_outlives_ray_does_not_start_it_again() -> None:
+    """Ray starts a cluster by itself when somebody calls an actor without one."""
+    client = SchedulerClient()
+    client._actor = Unreachable()
+    client.observe(turn("a"))
+    until(lambda: client.status()["failures"].get("ray-not-started"))
+    assert asyncio.run(client.graph())["reason"] == "ray-not-started"
+    with pytest.raises(SchedulerUnavailableError, match="ray-not-started"):
+        asyncio.run(client.call("anchors"))
+    client.close()
+
+
+class Unreachable:
+    """An actor that nothing may be asked of."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} was called")
 
 
 def test_every_failure_has_a_name() -> None:
