@@ -89,6 +89,8 @@ class ModelConfig(_Settings):
     edits: Literal["amortize", "forget"] | None = None
     policies: list[str] = []
     retention: RuleName = "foresight"
+    router: Literal["ropewalk", "power-of-two", "prefix-affinity"] | None = None
+    router_args: dict[str, Any] = {}
     max_model_len: int | None = Field(default=None, ge=64)
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     cpus_per_replica: int | None = Field(default=None, ge=1)
@@ -103,6 +105,12 @@ class ModelConfig(_Settings):
         if isinstance(values, dict) and not values.get("name") and isinstance(values.get("source"), str):
             return {**values, "name": Path(values["source"]).name or values["source"]}
         return values
+
+    @model_validator(mode="after")
+    def _router_takes(self) -> ModelConfig:
+        if self.router_args and self.router != "prefix-affinity":
+            raise ValueError("router_args: only router 'prefix-affinity' takes any")
+        return self
 
     @field_validator("gpus_per_replica")
     @classmethod

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -250,6 +253,64 @@ def print_retention(report: Mapping[str, Any]) -> None:
     if measured:
         most = max(abs(rate - entry["model"][arm]) for entry in measured for arm, rate in entry["engine"].items())
         console.print(f"The model of the cache differs from the engine by {100 * most:.2f} points at most.")
+
+
+def print_routing(report: Mapping[str, Any]) -> None:
+    """Print what `ropewalk bench routing` found: a row for each arm and load, medians over its runs."""
+    console = Console()
+    for load, title in (("saturated", "saturated"), ("open", f"open loop, {report['rate']:.2f} turns/s arriving")):
+        headings = [
+            "arm",
+            "turns/s",
+            "TTFT,\nmean",
+            "TTFT,\np50",
+            "TTFT,\np95",
+            "turn,\np95",
+            "cached,\n%",
+            "queue",
+            "apart",
+            "uneven,\ns",
+        ]
+        table = _table(f"{report['model']}, two replicas, {title}; times in ms", *headings)
+        for arm in report["arms"].values():
+            runs = [run[load] for run in arm["runs"]]
+
+            def median(*path: str, runs: list[Any] = runs) -> float:
+                return float(statistics.median(functools.reduce(operator.getitem, path, run) for run in runs))
+
+            table.add_row(
+                arm["title"],
+                f"{median('turns_per_s'):.2f}",
+                *(f"{median('ttft_ms', figure):.0f}" for figure in ("mean", "p50", "p95")),
+                f"{median('turn_ms', 'p95'):.0f}",
+                _percent(median("cached_token_share")),
+                f"{median('mean_queue'):.1f}",
+                f"{median('mean_difference'):.1f}",
+                f"{median('uneven_s'):.1f}",
+            )
+        console.print(table)
+    console.print(
+        "Queue: requests on a replica in the mean; difference: between the longer and the shorter; uneven: the longest "
+        "time that one was above 1.5 times the mean, differences of a single request apart."
+    )
+
+
+def print_outage(report: Mapping[str, Any]) -> None:
+    """Print what `ropewalk bench outage` found."""
+    console = Console()
+    title = f"scheduler killed, stopped and back, {report['rate']:g} turns/s arriving"
+    table = _table(title, "period", "turns", "failed", "p50, ms", "p95, ms", "p95 / undisturbed (95 %)")
+    for name, period in report["periods"].items():
+        ratio = period["p95_ratio"]
+        table.add_row(
+            name,
+            str(period["requests"]),
+            str(period["errors"]),
+            f"{period['turn_ms']['p50']:.0f}",
+            f"{period['turn_ms']['p95']:.0f}",
+            f"{ratio['ratio']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})",
+        )
+    console.print(table)
 
 
 def _percent(share: float) -> str:

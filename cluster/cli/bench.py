@@ -6,7 +6,7 @@ import argparse
 import importlib
 from typing import Any
 
-STUDIES = ("reuse", "roc", "splice", "predict", "scheduler", "retention")
+STUDIES = ("reuse", "roc", "splice", "predict", "scheduler", "retention", "routing", "outage")
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:

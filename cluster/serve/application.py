@@ -13,6 +13,7 @@ from ray.llm._internal.serve.core.configs.openai_api_models import to_model_meta
 from ray.llm._internal.serve.core.server.builder import build_llm_deployment
 from ray.serve.config import RequestRouterConfig
 from ray.serve.deployment import Application
+from ray.serve.llm.request_router import PrefixCacheAffinityRouter
 
 from ropewalk.cluster.config import ClusterConfig, ModelConfig
 from ropewalk.cluster.engine.settings import WORKER_EXTENSION, EngineSettings, kv_transfer_config
@@ -158,10 +159,8 @@ def _llm_config(
         "graceful_shutdown_wait_loop_s": 0.5,
         "health_check_timeout_s": 30,  # Ray's 10 s end replicas that merely wait for a busy CPU
     }
-    if not model.plain:
-        deployment["request_router_config"] = RequestRouterConfig(
-            request_router_class=AgentRouter, request_router_kwargs={"scheduler": config.scheduler.enabled}
-        )
+    if (router := request_router(config, model)) is not None:
+        deployment["request_router_config"] = router
     bundle = worker_bundle(model, num_cpus)
     return LLMConfig(
         model_loading_config={"model_id": model.name, "model_source": source},
@@ -171,6 +170,25 @@ def _llm_config(
         runtime_env={"env_vars": _environment(model, source, num_cpus, loopback)},
         experimental_configs={"stream_batching_interval_ms": 0},
         callback_config={"callback_class": LocalModelCallback} if Path(source).is_dir() else {},
+    )
+
+
+def request_router(config: ClusterConfig, model: ModelConfig) -> RequestRouterConfig | None:
+    """Which router sends requests to the replicas; None: Ray Serve's own, power of two choices."""
+    router = model.router or ("power-of-two" if model.plain else "ropewalk")
+    if router == "power-of-two":
+        return None
+    if router == "prefix-affinity":
+        return RequestRouterConfig(
+            request_router_class=PrefixCacheAffinityRouter, request_router_kwargs=model.router_args
+        )
+    # Replicas of plain vLLM tell the scheduler nothing, and share nothing.
+    return RequestRouterConfig(
+        request_router_class=AgentRouter,
+        request_router_kwargs={
+            "scheduler": config.scheduler.enabled and not model.plain,
+            "store": not model.plain,
+        },
     )
 
 

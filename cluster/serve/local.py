@@ -161,6 +161,8 @@ class Deployment:
                 logging_level=logging.ERROR,
                 _temp_dir=str(self._work_dir),
             )
+            if mode := os.environ.get("RAY_AUTH_MODE"):  # a new Ray asks for the user's token, unless told otherwise
+                self.ray_environment["RAY_AUTH_MODE"] = mode
         else:
             try:
                 context = ray.init(

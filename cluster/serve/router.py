@@ -32,10 +32,16 @@ class AgentRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         self._affinity = LocalAffinity()
         self._ongoing: Counter[str] = Counter()
         self._scheduler: SchedulerClient | None = None
+        self._has_store = True
 
-    def initialize_state(self, scheduler: bool = True) -> None:
-        """Called by Ray Serve with `request_router_kwargs`."""
+    def initialize_state(self, scheduler: bool = True, store: bool = True) -> None:
+        """Called by Ray Serve with `request_router_kwargs`.
+
+        `scheduler`: the cluster has Ropewalk's scheduler, whose snapshots say what is warm where. `store`: the replicas
+        of a node share a chunk store. Replicas of plain vLLM have neither.
+        """
         self._scheduler = SchedulerClient(create=False) if scheduler else None
+        self._has_store = store
 
     def update_replicas(self, replicas: list[Any]) -> None:
         super().update_replicas(replicas)
@@ -77,7 +83,9 @@ class AgentRouter(LocalityMixin, MultiplexMixin, RequestRouter):
     def _view(self, name: str, replica: Any) -> ReplicaView:
         # Ray's cache forgets a queue length after some seconds without news, so busy replicas would look idle.
         queue_len = max(self._replica_queue_len_cache.get(replica.replica_id) or 0, self._ongoing[name])
-        return ReplicaView(name, queue_len, replica.node_id, replica.max_ongoing_requests)
+        # On which node a replica is says what its store has; without one, nothing.
+        node = replica.node_id if self._has_store else None
+        return ReplicaView(name, queue_len, node, replica.max_ongoing_requests)
 
     async def _power_of_two(self, candidates: list[Any], pending_request: Any) -> list[list[Any]]:
         chosen: list[list[Any]] = await PowerOfTwoChoicesRequestRouter.choose_replicas(

@@ -36,6 +36,7 @@ def router() -> AgentRouter:
     made._affinity = LocalAffinity()
     made._ongoing = Counter()
     made._scheduler = None
+    made._has_store = True
     made._replica_queue_len_cache = ReplicaQueueLengthCache()
     return made
 
@@ -50,6 +51,17 @@ async def test_a_session_returns_to_its_replica(router: AgentRouter) -> None:
     for _ in range(5):
         assert first_of(await router.choose_replicas(replicas[::-1], request("s"))) == home
     assert router.reasons["session"] == 5
+
+
+@pytest.mark.parametrize(("store", "goes_to"), [(True, "b"), (False, "a")])
+async def test_a_long_history_is_waited_for_where_no_store_has_it(router: AgentRouter, store: bool, goes_to: str):
+    router._has_store = store
+    replicas = [replica("a"), replica("b")]
+    router._affinity.remember("a", "s", None)
+    router._ongoing["a"] = 3
+    body = SimpleNamespace(messages=[{"role": "user", "content": "x" * 8000}], tools=None, model_extra={})
+    asked = request(args=[body, SimpleNamespace(headers={"x-session-id": "s"})])
+    assert first_of(await router.choose_replicas(replicas, asked)) == goes_to
 
 
 async def test_every_replica_is_ranked_once(router: AgentRouter) -> None:

@@ -1,0 +1,164 @@
+"""`ropewalk bench outage`: what requests notice of a scheduler that is killed, hangs, and comes back.
+
+One cluster under a steady load, in four periods of like length, each with sessions of its own:
+
+    undisturbed    the scheduler runs
+    killed         its process is killed twice; Ray starts it again, and it restores what it had saved
+    stopped        its process is stopped (SIGSTOP) for half of the period
+    after          the scheduler runs again
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from ropewalk.cluster.bench.output import check_writable
+from ropewalk.cluster.bench.routing import ARMS, REPLICAS, cluster_config, load, mean_turns
+
+ARM = "ropewalk"
+
+PERIODS = ("undisturbed", "killed", "stopped", "after")
+
+FOUND_AGAIN_S = 60.0
+"""Most seconds that a scheduler takes to be back."""
+
+RESAMPLES = 2000
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Register the study."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "outage",
+        help="what requests notice of a scheduler that dies, hangs and comes back",
+        description=(
+            "Put a steady load on a cluster, kill its scheduler, stop it, let it go on, and print how many requests "
+            "failed and what latency was meanwhile and afterwards."
+        ),
+    )
+    parser.add_argument("--sessions", type=int, default=40, metavar="N", help="a period (default: %(default)s)")
+    parser.add_argument("--rate", type=float, default=2.0, metavar="R", help="turns a second (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the sessions (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write all figures here")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the study; 1 when a request failed. Raises `UserError` for what cannot be run."""
+    from ropewalk.cluster.bench.tables import print_outage
+    from ropewalk.cluster.cli import UserError
+    from ropewalk.cluster.serve.local import LocalCluster, StartError, free_port
+
+    check_writable("--json", args.json)
+    if args.sessions < 1:
+        raise UserError(f"--sessions must be at least 1, not {args.sessions}")
+    if not 0 < args.rate < 1000:
+        raise UserError(f"--rate must be above 0 and below 1000, not {args.rate}")
+    try:
+        with LocalCluster(cluster_config(ARMS[ARM], free_port())) as cluster:
+            report = asyncio.run(study(cluster, args.sessions, args.rate, args.seed))
+    except StartError as error:
+        raise UserError(f"the cluster did not start: {error}") from None
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    print_outage(report)
+    return 1 if any(period["errors"] for period in report["periods"].values()) else 0
+
+
+async def study(cluster: Any, num_sessions: int, turns_per_s: float, seed: int) -> dict[str, Any]:
+    """Run the four periods, and return the figures of each."""
+    seconds = num_sessions * mean_turns() / turns_per_s
+    disturb: dict[str, Callable[[], Awaitable[None]]] = {
+        "killed": lambda: _kill_twice(cluster, seconds),
+        "stopped": lambda: _stop_for_a_while(cluster, seconds),
+    }
+    await load(cluster.endpoint, 4, seed=seed - 1, concurrency=REPLICAS)  # engines run in
+    report: dict[str, Any] = {"rate": turns_per_s, "sessions": num_sessions, "periods": {}}
+    begin = time.monotonic()
+    for number, name in enumerate(PERIODS):
+        print(f"bench: {time.monotonic() - begin:4.0f} s: {name}", file=sys.stderr, flush=True)
+        await _until_known(cluster)
+        trouble = asyncio.ensure_future(disturb[name]()) if name in disturb else None
+        latencies: list[float] = []
+        figures = await load(
+            cluster.endpoint, num_sessions, seed=seed + number, rate=turns_per_s / mean_turns(), latencies_ms=latencies
+        )
+        if trouble is not None:
+            await trouble
+        report["periods"][name] = figures | {"latencies_ms": latencies}
+    agents = await _until_known(cluster)
+    report["observations_kept"] = agents["observations"]
+    undisturbed = report["periods"]["undisturbed"]["latencies_ms"]
+    for period in report["periods"].values():
+        period["p95_ratio"] = ratio_of_p95(period["latencies_ms"], undisturbed, seed)
+    return report
+
+
+def ratio_of_p95(latencies: list[float], base: list[float], seed: int) -> dict[str, float]:
+    """Return the ratio of 95th percentiles, and the 95 % interval of its bootstrap."""
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+
+    def p95s(values: list[float]) -> Any:
+        drawn = rng.choice(np.asarray(values), (RESAMPLES, len(values)))
+        return np.percentile(drawn, 95, axis=1)
+
+    low, high = np.percentile(p95s(latencies) / p95s(base), (2.5, 97.5))
+    return {
+        "ratio": float(np.percentile(latencies, 95) / np.percentile(base, 95)),
+        "low": float(low),
+        "high": float(high),
+    }
+
+
+async def _kill_twice(cluster: Any, seconds: float) -> None:
+    for _ in range(2):
+        await asyncio.sleep(seconds / 3)
+        os.kill(scheduler_pid(cluster.pid), signal.SIGKILL)
+
+
+async def _stop_for_a_while(cluster: Any, seconds: float) -> None:
+    await asyncio.sleep(seconds / 4)
+    pid = scheduler_pid(cluster.pid)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(seconds / 2)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def scheduler_pid(cluster_pid: int) -> int:
+    """Return the scheduler's process among those of a local cluster. Raises LookupError when there is none."""
+    import psutil
+
+    for process in psutil.Process(cluster_pid).children(recursive=True):
+        try:
+            if "SchedulerService" in " ".join(process.cmdline()):
+                return int(process.pid)
+        except psutil.Error:  # it has just ended
+            continue
+    raise LookupError("the cluster has no scheduler")
+
+
+async def _until_known(cluster: Any) -> dict[str, Any]:
+    """Wait until the scheduler itself answers; return what it says."""
+    import httpx
+
+    deadline = time.monotonic() + FOUND_AGAIN_S
+    async with httpx.AsyncClient(trust_env=False) as client:
+        while True:
+            answer: dict[str, Any] = (await client.get(f"{cluster.endpoint}/agents", timeout=30)).json()
+            if answer.get("complete"):
+                return answer
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the scheduler is not back after {FOUND_AGAIN_S} s: {answer.get('reason')}")
+            await asyncio.sleep(0.2)
