@@ -278,18 +278,19 @@ class SessionEnds:
         """Return it, given what the agents alone say."""
         best = max(self._losses)
         one, other = (math.exp(loss - best) for loss in self._losses)
-        return min((one * by_agents + other * self._by_turns(by_agents, num_turns)) / (one + other), 0.999)
+        return min((one * by_agents + other * self.by_turns(by_agents, num_turns)) / (one + other), 0.999)
 
     def observe(self, by_agents: float, num_turns: int, *, ended: bool) -> None:
         """Learn that a session went on behind a turn, or did not."""
-        for index, p in enumerate((by_agents, self._by_turns(by_agents, num_turns))):
+        for index, p in enumerate((by_agents, self.by_turns(by_agents, num_turns))):
             seen = max(p if ended else 1 - p, 1e-4)
             self._losses[index] = LOSS_FADES * self._losses[index] + math.log(seen)
         place = min(num_turns, MAX_TURNS - 1)
         self._reached[place] += 1
         self._ended[place] += ended
 
-    def _by_turns(self, by_agents: float, num_turns: int) -> float:
+    def by_turns(self, by_agents: float, num_turns: int) -> float:
+        """Return how likely a session ends that has had so many turns; `by_agents` where few have had as many."""
         place = min(num_turns, MAX_TURNS - 1)
         return (self._ended[place] + 0.5 * by_agents) / (self._reached[place] + 0.5)
 
@@ -307,14 +308,15 @@ class _Live:
 class Foresight(Retention):
     """A block is worth the rate at which it is expected to be used, per second.
 
-        rate(s, a) = P(s goes on) · Σ_h P(a's next turn in s is the h-th) / (rest of the pause + (h - 1) · pause)
+        rate(s, a) = Σ_h P(s has h more turns) · P(a's next turn is the h-th) / (rest of the pause + (h - 1) · pause)
 
     summed over the live sessions for a block of several sessions, alone for a block that one session has used. What
     follows is learned with variable order (`markov.py`), every turn counted, repeats too; so is how sessions end, and
     how long they pause. A session that is silent for `SILENCE` mean pauses has ended.
 
     Added to that, as far as there are turns that nobody foresaw, is what the last use says: `surprise / (time since +
-    pause)`, with the share of such turns, 1 at first. Where nothing is predictable, the order is that of plain LRU.
+    pause)`, with the share of such turns, 1 at first, times P(s goes on) for what one session alone has used. Where
+    nothing is predictable, the order is that of plain LRU.
     """
 
     def __init__(self, order: int = MAX_ORDER, max_blocks: int = MAX_BLOCKS) -> None:
@@ -328,7 +330,9 @@ class Foresight(Retention):
         self._num_observed = 0
         self._began: list[float] = []
         self._rates: dict[str, float] = {}
-        self._own: dict[str, dict[str, float]] = {}
+        self._own: dict[str, tuple[float, dict[str, float]]] = {}
+        """For each session, how likely it goes on, and the rates of its agents."""
+        self._lasting: dict[int, list[float]] = {}
         self._surprise = 1.0
         self._num_renewed = 0
         self._num_unsummed = 0
@@ -371,14 +375,15 @@ class Foresight(Retention):
         # With many sessions, one turn hardly changes the sum over all.
         if self._num_unsummed > len(self._live) // 16:
             self._sum_up()
+        goes_on = 1.0
         if use.session is None:
             rate = sum(self._rates.get(agent, 0.0) for agent in use.agents)
         elif use.session in self._live:
-            rates = self._own_rates(use.session)
+            goes_on, rates = self._own_rates(use.session)
             rate = max((rates.get(agent, 0.0) for agent in use.agents), default=0.0)
         else:
             return 0.0
-        return rate + self._surprise / (self.now_s - use.time_s + self.pauses.mean_s)
+        return rate + goes_on * self._surprise / (self.now_s - use.time_s + self.pauses.mean_s)
 
     def _went_on(self, live: _Live, following: str) -> None:
         self._ends.observe(self._p_end(live.past), live.num_turns, ended=following == END)
@@ -396,6 +401,7 @@ class Foresight(Retention):
 
     def _sum_up(self) -> None:
         self._own.clear()
+        self._lasting.clear()
         self._num_unsummed = self._num_renewed = 0
         newest = self._learner.counts(())
         total = sum(newest.values())
@@ -404,10 +410,10 @@ class Foresight(Retention):
         rates = {agent: NEWCOMERS * turns_per_s * n / total for agent, n in newest.items()}
         pause = self.pauses.mean_s
         chances: dict[Past, list[float]] = {}
-        """Sum over the sessions that stand at a past, for each turn ahead, of `P(goes on) / seconds until then`."""
+        """Sum over the sessions that stand at a past, for each turn ahead, of `P(it comes) / seconds until then`."""
         for live in self._live.values():
             goes_on, rest = self._standing(live)
-            own = [goes_on / (rest + turns * pause) for turns in range(HORIZON)]
+            own = [goes_on * p / (rest + turns * pause) for turns, p in enumerate(self._lasts(live.num_turns))]
             known = chances.get(live.past)
             chances[live.past] = own if known is None else [a + b for a, b in zip(known, own, strict=True)]
         for past, sums in chances.items():
@@ -421,19 +427,30 @@ class Foresight(Retention):
         goes_on = (1 - live.p_end) * longer
         return goes_on / (goes_on + live.p_end), rest
 
-    def _own_rates(self, session: str) -> dict[str, float]:
-        """Rates of one session's agents; what was computed since the last sum stands."""
-        rates = self._own.get(session)
-        if rates is None:
+    def _lasts(self, num_turns: int) -> list[float]:
+        """Return, for each turn ahead, how likely a session comes to it that has had so many turns and goes on."""
+        lasts = self._lasting.get(num_turns)
+        if lasts is None:
+            by_agents, lasts = self._p_end(()), [1.0]
+            for turns in range(1, HORIZON):
+                lasts.append(lasts[-1] * (1 - self._ends.by_turns(by_agents, num_turns + turns)))
+            self._lasting[num_turns] = lasts
+        return lasts
+
+    def _own_rates(self, session: str) -> tuple[float, dict[str, float]]:
+        """How likely a session goes on, and its agents' rates; what was computed since the last sum stands."""
+        own = self._own.get(session)
+        if own is None:
             live = self._live[session]
             pause = self.pauses.mean_s
             goes_on, rest = self._standing(live)
+            weights = [goes_on * p / (rest + turns * pause) for turns, p in enumerate(self._lasts(live.num_turns))]
             rates = {
-                agent: goes_on * sum(p / (rest + (turns - 1) * pause) for turns, p in times)
+                agent: sum(p * weights[turns - 1] for turns, p in times)
                 for agent, times in self._outlook(live.past).items()
             }
-            self._own[session] = rates
-        return rates
+            own = self._own[session] = goes_on, rates
+        return own
 
     def _outlook(self, past: Past) -> Mapping[str, Sequence[tuple[int, float]]]:
         """Return when each agent has its next turn: `(h, P(it is the h-th from here))`, for `h` up to `HORIZON`."""

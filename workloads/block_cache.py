@@ -7,12 +7,12 @@ to be taken first.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 
 import xxhash
 
-from ropewalk.scheduler.retention import Block, Retention
+from ropewalk.scheduler.retention import Block, Foresight, Retention
 from ropewalk.workloads.traces import TraceTurn
 
 
@@ -73,6 +73,41 @@ class Clairvoyant(Retention):
             uses.pop()
         use = self._uses.get(block)
         return (-uses[-1] if uses else float("-inf"), 0, -use.depth if use is not None else 0)
+
+
+class Foretold(Foresight):
+    """Foresight that is told who speaks in each session, in which order, though not when: what no learner can exceed
+    that goes by agents.
+    """
+
+    def __init__(self, turns: Iterable[TraceTurn]) -> None:
+        super().__init__()
+        self._coming: defaultdict[str, deque[str]] = defaultdict(deque)
+        for turn in turns:
+            self._coming[turn.session].append(turn.agent)
+
+    def begin(self, session: str | None, agent: str, now_s: float) -> None:
+        if session is not None:
+            self._coming[session].popleft()
+        super().begin(session, agent, now_s)
+
+    def _own_rates(self, session: str) -> tuple[float, dict[str, float]]:
+        own = self._own.get(session)
+        if own is None:
+            _, rest = self._standing(self._live[session])
+            rates: dict[str, float] = {}
+            for turns, agent in enumerate(self._coming[session]):
+                rates.setdefault(agent, 1 / (rest + turns * self.pauses.mean_s))
+            own = self._own[session] = float(bool(rates)), rates
+        return own
+
+    def _sum_up(self) -> None:
+        super()._sum_up()
+        summed: defaultdict[str, float] = defaultdict(float)
+        for session in self._live:
+            for agent, rate in self._own_rates(session)[1].items():
+                summed[agent] += rate
+        self._rates = dict(summed)
 
 
 def hit_rate(

@@ -16,7 +16,7 @@ from typing import Any
 
 from ropewalk.cluster.bench.output import add_data_and_json, check_writable
 from ropewalk.scheduler.retention import RULES, Foresight, Retention, TtlPin
-from ropewalk.workloads.block_cache import Clairvoyant, hit_rate
+from ropewalk.workloads.block_cache import Clairvoyant, Foretold, hit_rate
 from ropewalk.workloads.traces import PATTERNS, SPREAD, TRANSCRIPTS, Sizes, TraceTurn, chat, transcripts
 
 BLOCK_SIZE = 32
@@ -144,6 +144,7 @@ def cell(workload: str, turns: Sequence[TraceTurn], budget: int, arms: Sequence[
         "workload": workload,
         "blocks": budget,
         "optimum": model(Clairvoyant(turns, BLOCK_SIZE)),
+        "speakers_told": model(Foretold(turns)),
         "unlimited": hit_rate(turns, 1 << 20, BLOCK_SIZE, Retention()),
         "model": {name: model(rule) for name, rule in rules.items()}
         | ({TOLD: model(Foresight(), told=True)} if TOLD in arms else {}),

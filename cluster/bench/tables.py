@@ -244,6 +244,7 @@ def print_retention(report: Mapping[str, Any]) -> None:
         for arm in cells[0].get("engine") or cells[0]["model"]:
             table.add_row(arm, *(_rate_and_share(entry, arm) for entry in cells))
         table.add_row("ttl, best other", *(_percent(max(entry["model_other_ttls"].values())) for entry in cells))
+        table.add_row("speakers told", *(_percent_and_share(entry, entry["speakers_told"]) for entry in cells))
         table.add_row("optimum", *(_percent(entry["optimum"]) for entry in cells))
         table.add_row("unlimited", *(_percent(entry["unlimited"]) for entry in cells))
         if "prediction_adds" in cells[0]:
@@ -317,7 +318,12 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f}"
 
 
+def _percent_and_share(entry: Mapping[str, Any], rate: float) -> str:
+    gap = entry.get("gap", 0)
+    lru = entry["optimum"] - gap
+    return _percent(rate) if gap <= 0 else f"{_percent(rate)} ({(rate - lru) / gap:.0%})"
+
+
 def _rate_and_share(entry: Mapping[str, Any], arm: str) -> str:
     rate = (entry.get("engine") or entry["model"])[arm]
-    share = entry.get("closed", {}).get(arm)
-    return _percent(rate) if share is None or arm == "lru" else f"{_percent(rate)} ({share:.0%})"
+    return _percent(rate) if arm == "lru" else _percent_and_share(entry, rate)

@@ -87,6 +87,21 @@ def test_of_one_session_the_history_that_its_next_agent_will_read_outlives_the_o
     assert ranks == sorted(ranks, reverse=True)
 
 
+def test_what_would_be_used_behind_the_usual_end_of_a_session_is_worth_less():
+    """Sessions of four turns: behind the third, nobody waits for the turn that would be the sixth."""
+    rule = Foresight()
+    for number in range(30):
+        now_s = play(rule, {f"s{number}": list(PIPELINE)}) + number * 100.0
+        rule.end(f"s{number}")
+    for turn, agent in enumerate(PIPELINE[:3]):
+        use(rule, "s", agent, now_s + turn)
+    rule._sum_up()
+    lasts = rule._lasts(3)
+    assert lasts[0] == 1.0
+    assert lasts[1] < 0.1
+    assert lasts == sorted(lasts, reverse=True)
+
+
 @pytest.mark.parametrize("is_told", [False, True])
 def test_what_only_an_ended_session_used_is_worth_nothing(is_told):
     rule = Foresight()
@@ -172,7 +187,7 @@ def test_an_anchors_rate_is_the_sum_over_its_sessions(num_sessions):
     elapsed = rule._began[-1] - rule._began[0]
     seen = rule._learner.counts(())
     for agent in PIPELINE:
-        own = sum(rule._own_rates(session).get(agent, 0.0) for session in rule._live)
+        own = sum(rule._own_rates(session)[1].get(agent, 0.0) for session in rule._live)
         background = NEWCOMERS * (len(rule._began) - 1) / elapsed * seen[agent] / sum(seen.values())
         assert rule._rates[agent] == pytest.approx(own + background)
 

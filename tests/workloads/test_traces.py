@@ -9,7 +9,7 @@ from collections import defaultdict
 import pytest
 
 from ropewalk.scheduler.retention import RULES, Anchors, Foresight, Retention
-from ropewalk.workloads.block_cache import BlockCache, Clairvoyant, block_names, hit_rate
+from ropewalk.workloads.block_cache import BlockCache, Clairvoyant, Foretold, block_names, hit_rate
 from ropewalk.workloads.traces import MAX_TURNS, NUM_AGENTS, PATTERNS, Sizes, TraceTurn, chat, transcripts
 
 BLOCK = 32
@@ -137,3 +137,10 @@ def test_to_be_told_of_ends_does_no_harm():
     turns = chat("debate", 24)
     told = hit_rate(turns, 200, BLOCK, Foresight(), told=True)
     assert told >= hit_rate(turns, 200, BLOCK, Foresight()) - 0.01
+
+
+@pytest.mark.parametrize("pattern", ["selector", "random"])
+def test_who_is_told_the_speakers_is_between_ours_and_the_optimum(pattern):
+    turns = chat(pattern, 24)
+    told = hit_rate(turns, 200, BLOCK, Foretold(turns))
+    assert hit_rate(turns, 200, BLOCK, Foresight()) < told <= hit_rate(turns, 200, BLOCK, Clairvoyant(turns, BLOCK))
