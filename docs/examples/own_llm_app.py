@@ -35,4 +35,5 @@ config = LLMConfig(
 
 if __name__ == "__main__":
     serve.start(http_options={"port": int(port)})
-    serve.run(build_openai_app({"llm_configs": [config]}), blocking=True)
+    no_cpu = {"ray_actor_options": {"num_cpus": 0}}  # replicas may have reserved all
+    serve.run(build_openai_app({"llm_configs": [config], "ingress_deployment_config": no_cpu}), blocking=True)
