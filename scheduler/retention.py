@@ -391,6 +391,12 @@ class Foresight(Retention):
         there are turns that nobody foresaw."""
         return self.worth(use) or self._surprise / (self.now_s - use.time_s + self.pauses.mean_s)
 
+    def look_ahead(self, session: str) -> None:
+        """Compute now what a worth will rest on: after many turns, all of it at once would hold the engine up."""
+        live = self._live.get(session)
+        if live is not None and live.past not in self._outlooks:
+            self._outlook(live.past)
+
     def _went_on(self, live: _Live, following: str) -> None:
         self._ends.observe(self._p_end(live.past), live.num_turns, ended=following == END)
         self._observe(live.past, following)

@@ -31,8 +31,14 @@ PERIOD_S = 2.0
 """Seconds between the beginnings of two words: half a pause between turns, so that few chunks are judged by what was
 expected before their last use."""
 
-MAX_WEIGHED = 512
+SHARE = 0.01
+"""Of the time of the engine's thread, so much goes into weighing at most: with many chunks, words are rarer."""
+
+MAX_WEIGHED = 256
 """Chunks that are weighed at the end of a request: about half a millisecond of the engine's thread."""
+
+SLICE = 256
+"""Chunks after which the thread lets the engine's have Python's lock, if it waits for it."""
 
 MAX_SAMPLED = 64
 """Chunks of known length whose files tell how many bytes a token takes."""
@@ -53,11 +59,11 @@ class _Word:
     bytes of a token are measured. `forgotten`: how many times everything had been forgotten before."""
 
     model: str
-    time_s: float
     pause_s: float
     spared_s: float
     forgotten: int
     lengths: dict[Chunk, int]
+    time_s: float = 0.0
     claims: list[tuple[Chunk, float, float, int]] = field(default_factory=list)
 
 
@@ -79,7 +85,8 @@ class ChunkWorth:
         self._lengths: OrderedDict[Chunk, int] = OrderedDict()
         self._word: _Word | None = None
         self._left: Iterator[Chunk] = iter(())
-        self._begun_s = -PERIOD_S
+        self._due_s = 0.0
+        self._spent_s = 0.0
         self._queue: SimpleQueue[_Word | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._forgotten = 0
@@ -104,6 +111,8 @@ class ChunkWorth:
         session, agent = turn
         if session == request_id:
             session = NAMELESS + request_id
+        elif session is not None:
+            rule.look_ahead(session)
         starts = {segment.chunk: segment.start for segment in plan.segments}
         starts |= {piece.chain: piece.start for piece in pieces}
         chunks = [(tenant, chain) for chain in sorted(starts, key=starts.__getitem__)]
@@ -112,9 +121,11 @@ class ChunkWorth:
             self._lengths[tenant, piece.chain] = piece.end - piece.start
         while len(self._lengths) > MAX_SAMPLED:
             self._lengths.popitem(last=False)
-        is_due = time.monotonic() >= self._begun_s + PERIOD_S and not self._queue.qsize()
+        begin = time.monotonic()
+        is_due = begin >= self._due_s and not self._queue.qsize()
         if self._word is not None or (is_due and self._uses):
             self._weigh(MAX_WEIGHED)
+            self._spent_s += time.monotonic() - begin
 
     def forget(self) -> None:
         """Forget everything, and take back what was said."""
@@ -145,9 +156,9 @@ class ChunkWorth:
         rule = self._rule
         assert rule is not None
         if self._word is None:
-            self._begun_s, self._left = time.monotonic(), iter(list(self._uses))
-            pause_s = rule.pauses.mean_s
-            self._word = _Word(self._model, time.time(), pause_s, self.spared_s, self._forgotten, dict(self._lengths))
+            self._due_s, self._left = time.monotonic() + max(PERIOD_S, self._spent_s / SHARE), iter(list(self._uses))
+            self._spent_s = 0.0
+            self._word = _Word(self._model, rule.pauses.mean_s, self.spared_s, self._forgotten, dict(self._lengths))
         word = self._word
         before = time.time() - rule.now_s
         for _ in range(most):
@@ -164,6 +175,7 @@ class ChunkWorth:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="ropewalk-worth", daemon=True)
             self._thread.start()
+        word.time_s = time.time()
         self._queue.put(word)
 
     # The thread
@@ -185,15 +197,20 @@ class ChunkWorth:
     def _write(self, word: _Word) -> None:
         # What is looked up and written is one step to whoever removes chunks that are to be forgotten.
         with locked(self._folder):
+            stores = {tenant: self._stores.get((word.model, tenant)) for (tenant, _), *_ in word.claims}
+            there = {tenant: store.chains() for tenant, store in stores.items()}
             num_bytes = num_tokens = 0
-            for chunk, length in word.lengths.items():
-                size = self._size(word.model, chunk)
+            for (tenant, chain), length in word.lengths.items():
+                size = stores[tenant].size(chain) if tenant in stores else 0
                 num_bytes, num_tokens = num_bytes + size, num_tokens + (length if size else 0)
-            claims = [
-                Claim(bytes.fromhex(chunk[1]), rate, used_s, depth)
-                for chunk, rate, used_s, depth in word.claims
-                if self._size(word.model, chunk)
-            ]
+            claims: list[Claim] = []
+            for first in range(0, len(word.claims), SLICE):
+                claims += [
+                    Claim(bytes.fromhex(chain), rate, used_s, depth)
+                    for (tenant, chain), rate, used_s, depth in word.claims[first : first + SLICE]
+                    if chain in there[tenant]
+                ]
+                time.sleep(0)
             cost = word.spared_s * num_tokens / num_bytes if num_bytes else 0.0
             write_worth(self._folder, self._replica, Worth(word.model, word.time_s, word.pause_s, cost, claims))
         if word.forgotten != self._forgotten:
@@ -202,7 +219,3 @@ class ChunkWorth:
     def _take_back(self) -> None:
         with contextlib.suppress(OSError):
             (self._folder / self._replica).unlink()
-
-    def _size(self, model: str, chunk: Chunk) -> int:
-        tenant, chain = chunk
-        return self._stores.get((model, tenant)).size(chain)

@@ -129,6 +129,10 @@ class NodeStore:
                 return os.stat(folder.path(chain)).st_size
         return 0
 
+    def chains(self) -> set[str]:
+        """Return the names of all chunks of this model and tenant."""
+        return {chain for folder in self._folders for chain in folder.chains()}
+
     def is_listed(self, chain: str, content: str) -> bool:
         """Tell whether look-ups of every kind find a chunk, or one that replaces it: its file is there a moment before.
 

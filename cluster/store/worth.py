@@ -9,8 +9,9 @@ is worth the seconds of prefill that a byte of it is expected to spare per secon
                  = cost of a byte / (time since its last use + pause)       of a chunk that nobody knows
 
 Rates of replicas are added, not their maximum taken: uses by two of them are two uses, and each spares a prefill. The
-second line is what the last use says alone (`scheduler/retention.py`); it holds too, if it says more, for a chunk that
-was used after the last word of its model's replicas. Without any file there is no worth: the order is that of last use.
+second line is what the last use says alone (`scheduler/retention.py`): a chunk that was stored a moment ago is worth
+something before anybody has spoken of it. It holds too, if it says more, for a chunk that was used well after those
+have used it who speak of it: by somebody who says nothing. Without any file, the order is that of last use.
 
 Nobody has to believe these files: what cannot be read is ignored and counted.
 """
@@ -162,9 +163,8 @@ class Worths:
         model, key = _RANK.sub("", folder), _key(chain)
         files = self._files.get(model, ())
         cost = self._costs.get(model, self._cost)
-        worth, used_s, depth, said_s, is_known = 0.0, mtime, 0, 0.0, False
+        worth, used_s, depth, is_known = 0.0, mtime, 0, False
         for file, claims in files:
-            said_s = max(said_s, file.time_s)
             claim = claims.get(key)
             if claim is not None:
                 used_s = max(used_s, claim.used_s) if is_known else claim.used_s
@@ -173,7 +173,7 @@ class Worths:
         by_use = cost / (max(now_s - mtime, 0.0) + self._pause_s)
         if not is_known or is_told(mtime):
             return Rank(by_use, mtime, -depth)
-        if mtime > said_s:
+        if mtime > used_s + self._pause_s:
             worth = max(worth, by_use)
         return Rank(worth, used_s, -depth)
 

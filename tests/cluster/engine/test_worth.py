@@ -94,6 +94,7 @@ class Bench:
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     monkeypatch.setattr(module, "PERIOD_S", 0.0)
+    monkeypatch.setattr(module, "SHARE", 1e9)
     bench = Bench(tmp_path)
     yield bench
     bench.worth.close()
@@ -142,8 +143,18 @@ def test_chunks_that_are_not_there_are_not_named(bench):
 
 
 def test_no_more_is_said_than_once_in_a_period(bench, monkeypatch):
-    bench.turn("s", "a", ["x"])
     monkeypatch.setattr(module, "PERIOD_S", 3600.0)
+    bench.turn("s", "a", ["x"])
+    weighed: list[object] = []
+    monkeypatch.setattr(bench.rule, "rate", weighed.append)
+    bench.turn("s", "a", ["x"])
+    assert not weighed
+
+
+def test_what_took_long_to_weigh_is_weighed_the_less_often(bench, monkeypatch):
+    monkeypatch.setattr(module, "SHARE", 1e-9)
+    bench.turn("s", "a", ["x"])
+    bench.turn("s", "a", ["x"])  # begins another one, after which time is up
     weighed: list[object] = []
     monkeypatch.setattr(bench.rule, "rate", weighed.append)
     bench.turn("s", "a", ["x"])
@@ -202,8 +213,8 @@ def test_a_store_that_cannot_be_written_costs_the_word_alone(bench):
 
 
 def test_an_engine_that_ends_says_a_last_word(bench, monkeypatch):
-    bench.turn("s", "a", ["x"])
     monkeypatch.setattr(module, "PERIOD_S", 3600.0)
+    bench.turn("s", "a", ["x"])
     bench.turn("s", "a", ["x", "y"])
     assert None not in bench.said(bench.word(), ["x", "y"])
 

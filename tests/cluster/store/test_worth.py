@@ -128,8 +128,8 @@ def test_a_chunk_that_nobody_knows_is_judged_by_its_last_use(place):
     assert place.order() == [3, 1, 4, 5, 6, 7, 2, 0]
 
 
-def test_a_chunk_that_was_used_after_the_last_word_is_not_worthless(place):
-    place.say(*[0.1] * 8, time_s=time.time() - 5)
+def test_a_chunk_that_somebody_uses_who_says_nothing_is_not_worthless(place):
+    place.say(*[0.1] * 8)
     place.use(2, time.time())
     assert place.order()[-1] == 2
 
