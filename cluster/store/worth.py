@@ -221,6 +221,8 @@ def read_worths(folder: Path, now_s: float, count: Counter[str], *, max_age_s: f
             worth = Worth.from_bytes(_read(path))
             if worth.time_s > now_s + SKEW_S:
                 raise ValueError(f"said {worth.time_s - now_s} seconds from now")
+        except FileNotFoundError:
+            continue  # taken back meanwhile
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             count["worth_damaged"] += 1
         else:
