@@ -99,10 +99,14 @@ class StageCost:
         return round(self._run)
 
     @property
+    def spared_s(self) -> float:
+        """Seconds that a token from the store spares, without attention; 0 as long as nothing is known."""
+        return max(self.per_token_s - max(self.per_cached_s, 0.0), 0.0)
+
+    @property
     def per_position(self) -> float:
         """What attention to one position costs a token, as a share of what computing it costs otherwise."""
-        saved = self.per_token_s - max(self.per_cached_s, 0.0)
-        return max(float(self._costs[4]), 0.0) / saved if saved > 0 else 0.0
+        return max(float(self._costs[4]), 0.0) / self.spared_s if self.spared_s > 0 else 0.0
 
     @property
     def _short_s(self) -> float:

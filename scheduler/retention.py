@@ -114,18 +114,24 @@ class Retention:
 
         Without a session there is no turn: an agent's anchor was put into the cache, which is all its sessions'.
         """
+        self.note(self._uses, session, agent, blocks, self.max_blocks)
+
+    def note(
+        self, uses: OrderedDict[AnyBlock, Use], session: str | None, agent: str, blocks: Iterable[AnyBlock], most: int
+    ) -> None:
+        """Add what a turn uses to `uses`, of `most` blocks at most, as `used` does to the rule's own."""
         for depth, block in enumerate(blocks):
-            use = self._uses.get(block)
+            use = uses.get(block)
             if use is None:
-                self._uses[block] = Use(session, {agent}, self.num_turns, self.now_s, depth)
+                uses[block] = Use(session, {agent}, self.num_turns, self.now_s, depth)
                 continue
             if use.session != session:
                 use.session = None
             use.agents.add(agent)
             use.turn, use.time_s = self.num_turns, self.now_s
-            self._uses.move_to_end(block)
-        while len(self._uses) > self.max_blocks:
-            self._uses.popitem(last=False)
+            uses.move_to_end(block)
+        while len(uses) > most:
+            uses.popitem(last=False)
 
     def end(self, session: str) -> None:
         """Note that a session will not go on."""
@@ -384,6 +390,17 @@ class Foresight(Retention):
         else:
             return 0.0
         return rate + goes_on * self._surprise / (self.now_s - use.time_s + self.pauses.mean_s)
+
+    def rate(self, use: Use) -> float:
+        """As `worth`, for a cache that outlives sessions: what only ended ones have used may be used again, as far as
+        there are turns that nobody foresaw."""
+        return self.worth(use) or self._surprise / (self.now_s - use.time_s + self.pauses.mean_s)
+
+    def look_ahead(self, session: str) -> None:
+        """Compute now what a worth will rest on: after many turns, all of it at once would hold the engine up."""
+        live = self._live.get(session)
+        if live is not None and live.past not in self._outlooks:
+            self._outlook(live.past)
 
     def _went_on(self, live: _Live, following: str) -> None:
         self._ends.observe(self._p_end(live.past), live.num_turns, ended=following == END)

@@ -37,9 +37,10 @@ from ropewalk.cluster.engine.saver import Saver, save_part
 from ropewalk.cluster.engine.saves import HELD_SHARE, Save, SaveQueue, slots_of
 from ropewalk.cluster.engine.settings import settings_of
 from ropewalk.cluster.engine.stores import OpenStores, Place
+from ropewalk.cluster.engine.worth import ChunkWorth
 from ropewalk.kernels.keys import as_tokens
 from ropewalk.kernels.rope import RotaryFacts
-from ropewalk.scheduler.plan import Plan
+from ropewalk.scheduler.plan import Piece, Plan
 from ropewalk.scheduler.retention import RULES
 
 if TYPE_CHECKING:
@@ -145,6 +146,9 @@ class RopewalkConnector(KVConnectorBase_V1):
         self._order: PoolOrder | None = None
         if self._settings.retention != "lru":
             self._order = PoolOrder(RULES[self._settings.retention], self._block_size)
+        self._worth: ChunkWorth | None = None
+        if self._settings.retention == "foresight":  # other rules' scores are no rates of use
+            self._worth = ChunkWorth(self._settings, self._open_stores())
         # Worker half
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._layout: KvLayout | None = None
@@ -167,7 +171,10 @@ class RopewalkConnector(KVConnectorBase_V1):
         """Follow a request that carries a plan, and give blocks that are not exact hashes of their own domain."""
         params = (request.kv_transfer_params or {}).get(PARAMS_KEY)
         if self._order is not None and not (params and params.get("is_stage")):
-            self._order.begin(request.request_id, (params or {}).get("turn") or {})
+            turn = (params or {}).get("turn") or {}
+            self._order.begin(request.request_id, turn)
+            if self._worth is not None:
+                self._worth.spared_s = turn.get("spared_s") or self._worth.spared_s
         if not params or "plan" not in params or self._refused:
             return
         plan = Plan.from_params(params["plan"])
@@ -328,8 +335,9 @@ class RopewalkConnector(KVConnectorBase_V1):
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Queue what the request computed for saving; its blocks are held until its rows are out of the cache."""
+        turn = None
         if self._order is not None:
-            self._order.end(request, min(request.num_computed_tokens, len(block_ids) * self._block_size))
+            turn = self._order.end(request, min(request.num_computed_tokens, len(block_ids) * self._block_size))
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return False, None
@@ -342,11 +350,18 @@ class RopewalkConnector(KVConnectorBase_V1):
         if self._loads_unseen and request.status == RequestStatus.FINISHED_ABORTED:
             num_tokens = 0  # a load of this step, its own or one whose blocks it shares, may have failed
         save = saving = None
+        cut: list[Piece] = []
         if self._settings.save and tracked.keep and not tracked.is_stage and num_tokens > 0:
             tokens = as_tokens(request.all_token_ids[:num_tokens])
-            save, saving = self._queue.add(request.request_id, tracked.place, tokens, tracked.plan, block_ids)
+            cut = self._queue.pieces(tracked.place, tokens, tracked.plan)
+            save, saving = self._queue.add(request.request_id, tracked.place, tokens, tracked.plan, block_ids, cut)
             if save is not None:
                 self._saves.append(save)
+        if self._order is not None:
+            self._counters["blocks_kept"] = self._order.num_kept
+            if self._worth is not None and turn is not None and tracked.keep:
+                self._worth.note(self._order.rule, request.request_id, turn, tracked.place, tracked.plan, cut)
+                self._counters.update(self._worth.take_counters())
         self._counters.update(self._stores.take_counters())
         returned = {
             "fallbacks": tracked.fallbacks,
@@ -470,7 +485,9 @@ class RopewalkConnector(KVConnectorBase_V1):
         return RopewalkWorkerMetadata(failures, counters) if failures or counters else None
 
     def shutdown(self) -> None:
-        """Save what waits, if that takes no longer than a moment."""
+        """Save what waits and say what chunks are worth, if that takes no longer than a moment."""
+        if self._worth is not None:
+            self._worth.close()
         if self._saver is not None:
             self._saver.close()
 
@@ -486,6 +503,8 @@ class RopewalkConnector(KVConnectorBase_V1):
         """Forget who uses which block; say that the store was not emptied, which outlives an engine."""
         if self._order is not None:
             self._order.forget()
+        if self._worth is not None:
+            self._worth.forget()
         return False
 
     @property

@@ -413,7 +413,7 @@ class PlannedEngine:
         session = None if settings.session is None else f"{settings.tenant}/{settings.session}"
         agent = settings.agent or settings.recognised
         turn = {"session": session, "agent": agent, "at_s": settings.at_s, "ended": ended}
-        return {**turn, "prewarm": settings.prewarm}
+        return {**turn, "prewarm": settings.prewarm, "spared_s": self._planning.cost.spared_s}
 
     def _take_settings(self, sampling_params: SamplingParams) -> RequestSettings:
         params = ((sampling_params.extra_args or {}).get("kv_transfer_params") or {}).get(PARAMS_KEY)

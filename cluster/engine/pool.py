@@ -56,8 +56,6 @@ class PoolOrder:
         """Take in a request and what is said of its turn: `session`, `agent`, `at_s` (None: now), whether it is a
         `prewarm`, and which sessions have `ended`.
         """
-        if self._pool is None:
-            return
         for ended in turn.get("ended", ()):
             self.rule.end(ended)
         session, agent, at_s = turn.get("session"), turn.get("agent") or "", turn.get("at_s")
@@ -67,11 +65,16 @@ class PoolOrder:
         self._turns[request_id] = session or request_id, agent
         self.rule.begin(session, agent, time.monotonic() if at_s is None else at_s)
 
-    def end(self, request: Request, num_tokens: int) -> None:
-        """Note which blocks a request has used: all that its first `num_tokens` tokens fill."""
+    def end(self, request: Request, num_tokens: int) -> tuple[str | None, str] | None:
+        """Note which blocks a request has used: all that its first `num_tokens` tokens fill.
+
+        Returns its turn: the session (the request's own id if it had none; None where an anchor was prewarmed) and the
+        agent; None for a request that is no turn.
+        """
         turn = self._turns.pop(request.request_id, None)
         if turn is not None:
             self.rule.used(*turn, request.block_hashes[: num_tokens // self._block_size])
+        return turn
 
     def make_room(self, request: Request, num_cached: int) -> None:
         """Let the blocks go first that are worth least, as many as a request will take. `num_cached`: its tokens that

@@ -9,7 +9,7 @@ Nothing is queued that is stored or queued already, and the blocks held are boun
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,15 +61,23 @@ class SaveQueue:
         """By request: how many blocks it holds, and the names and contents of what it saves."""
 
     def add(
-        self, request_id: str, place: Place, tokens: Tokens, plan: Plan, block_ids: list[int]
+        self,
+        request_id: str,
+        place: Place,
+        tokens: Tokens,
+        plan: Plan,
+        block_ids: list[int],
+        cut: Sequence[Piece] | None = None,
     ) -> tuple[Save | None, dict[str, Any] | None]:
-        """Queue what a finished request computed: return what is to be saved, and how to see that it is stored.
+        """Queue what a finished request computed: return what is to be saved, and how to see that it is stored. `cut`:
+        its `pieces`, if they are known.
 
         With a save, the request's blocks must be held until it is `release`d. The second value names the chunk that
         is stored last and its content, if that lists it, all chunks, and the heads of all: the planner's share. None
         for nothing.
         """
-        missing = [piece for piece in self._pieces(place, tokens, plan) if not self._is_stored(place, piece, tokens)]
+        cut = self.pieces(place, tokens, plan) if cut is None else cut
+        missing = [piece for piece in cut if not self._is_stored(place, piece, tokens)]
         queued = set[str]().union(*(keys for _, keys in self._held.values()))
         own = [piece for piece in missing if queued.isdisjoint(_keys(place, piece, tokens))]
         num_held = sum(num_blocks for num_blocks, _ in self._held.values())
@@ -92,7 +100,7 @@ class SaveQueue:
     def stage(self, request_id: str, place: Place, tokens: Tokens, plan: Plan, block_ids: list[int]) -> Save | None:
         """Return what a stage has to store before its answer leaves: every piece, under its own name."""
         store = self._stores.get(place)
-        missing = [piece for piece in self._pieces(place, tokens, plan) if not store.contains(piece.chain)]
+        missing = [piece for piece in self.pieces(place, tokens, plan) if not store.contains(piece.chain)]
         return Save(request_id, place, self._parts(place, missing, tokens, block_ids)) if missing else None
 
     def release(self, request_ids: Iterable[str]) -> None:
@@ -100,7 +108,8 @@ class SaveQueue:
         for request_id in request_ids:
             self._held.pop(request_id, None)
 
-    def _pieces(self, place: Place, tokens: Tokens, plan: Plan) -> list[Piece]:
+    def pieces(self, place: Place, tokens: Tokens, plan: Plan) -> list[Piece]:
+        """Cut what a request computed into chunks."""
         return pieces_of(tokens, place[1], self._sizes, plan)
 
     def _is_stored(self, place: Place, piece: Piece, tokens: Tokens) -> bool:

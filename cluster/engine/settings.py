@@ -114,7 +114,7 @@ def flush_store(settings: EngineSettings, timeout_s: float) -> int:
     """
     if (disk := settings.disk()) is None:
         return 0
-    below = Tier(disk.root, disk.budget_bytes, Counter())
+    below = Tier(disk.root, disk.budget_bytes, Counter(), worth_root=settings.store_root)
     return Tier(settings.store_root, settings.budget(), Counter(), below=below).flush(timeout_s)
 
 

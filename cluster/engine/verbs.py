@@ -1,7 +1,7 @@
 """What may be done with the KV of a span of a session's history: keep it, let it age, share it, or purge it.
 
-Retention is by time of last use, so a pin is a use in the future: it is soft, ends by itself, and decays as its time
-comes nearer.
+A pin is a use in the future: it is soft, ends by itself, and decays as its time comes nearer. A chunk that was told to
+age is judged by the time of last use that it was given, whatever is expected of it, until it is read again.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ropewalk.cluster.engine.purge import doomed
 from ropewalk.cluster.engine.sessions import Sessions
 from ropewalk.cluster.store.chunk import ChunkCorrupt, ChunkHeader
 from ropewalk.cluster.store.node_store import NodeStore, Traces
+from ropewalk.cluster.store.worth import told
 from ropewalk.kernels.keys import HEAD_LENGTH, Domain, chain_key, lineage_key
 
 PIN_SHARE = 0.25
@@ -48,7 +49,7 @@ class Verbs:
 
     def decay(self, session: str, span: Span | None, age_s: float) -> dict[str, Any]:
         """Let the chunks of a span count as not used for `age_s` seconds, pinned ones too."""
-        at = max(time.time() - age_s, 1.0)
+        at = told(max(time.time() - age_s, 1.0))
         return {"decayed_bytes": sum(self._store.keep_until(h.chain, at) for h in self._headers(session, span))}
 
     def share(self, session: str, span: Span | None) -> dict[str, Any]:
@@ -100,7 +101,9 @@ class Verbs:
     def purge(self, traces: Traces) -> set[str]:
         """Remove from this node what bears traces of a purge, and all that was computed behind it; return the names."""
         names = doomed(self._store.headers(), self._sessions.histories(self._store.tenant), traces)
-        return {name for name in names if self._store.remove([name])}
+        removed = {name for name in names if self._store.remove([name])}
+        self._store.forget_worths()
+        return removed
 
     def check(self, session: str, span: Span) -> None:
         """Raise `DirectiveError` unless a span is one of the history that the session used last."""

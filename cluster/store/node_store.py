@@ -46,6 +46,7 @@ from ropewalk.cluster.store.chunk import (
 )
 from ropewalk.cluster.store.folder import KINDS, MAX_HEADS, MAX_VERSIONS, SUPERSEDED, ChunkFolder
 from ropewalk.cluster.store.tier import StoreUsage, Tier, io_reason
+from ropewalk.cluster.store.worth import remove_worths
 from ropewalk.kernels.keys import HEAD_LENGTH, Domain, head_key
 
 __all__ = ["MAX_HEADS", "MAX_VERSIONS", "DiskTier", "NodeStore", "StoreUsage", "Traces"]
@@ -87,8 +88,9 @@ class Traces:
 class NodeStore:
     """Chunks of one model and tenant under roots that several models, tenants and processes share.
 
-    `budget_bytes` bounds the whole root: `put` evicts the least recently used chunks of anybody when it is exceeded,
-    to `disk` if there is one. `counters` counts what happened in this process, by name (docs/reuse.md).
+    `budget_bytes` bounds the whole root: `put` evicts the chunks of anybody that are worth least when it is exceeded
+    (`tier.py` has the order), to `disk` if there is one. `counters` counts what happened in this process, by name
+    (docs/reuse.md).
     """
 
     def __init__(
@@ -98,7 +100,9 @@ class NodeStore:
         self.tenant = tenant
         self.budget_bytes = budget_bytes
         self.counters: Counter[str] = Counter()
-        below = Tier(disk.root, disk.budget_bytes, self.counters, "disk_") if disk is not None else None
+        below = None
+        if disk is not None:
+            below = Tier(disk.root, disk.budget_bytes, self.counters, "disk_", worth_root=root)
         self._memory = Tier(root, budget_bytes, self.counters, below=below)
         # The tenant's name comes from outside: only its hash becomes part of a path.
         place = Path(fingerprint) / xxhash.xxh3_64_hexdigest(tenant.encode())
@@ -117,6 +121,17 @@ class NodeStore:
         """Tell whether the chunk's file is there."""
         # Unlike `Path.exists`, this never raises.
         return any(os.path.exists(folder.path(chain)) for folder in self._folders)
+
+    def size(self, chain: str) -> int:
+        """Return the size of the chunk's file in bytes; 0 when it is not there."""
+        for folder in self._folders:
+            with contextlib.suppress(OSError):
+                return os.stat(folder.path(chain)).st_size
+        return 0
+
+    def chains(self) -> set[str]:
+        """Return the names of all chunks of this model and tenant."""
+        return {chain for folder in self._folders for chain in folder.chains()}
 
     def is_listed(self, chain: str, content: str) -> bool:
         """Tell whether look-ups of every kind find a chunk, or one that replaces it: its file is there a moment before.
@@ -277,8 +292,12 @@ class NodeStore:
                 shutil.rmtree(folder.base / "quarantine")
         return count
 
+    def forget_worths(self) -> None:
+        """Remove what replicas have said of chunks: some of those are to be forgotten. Raises `OSError`."""
+        remove_worths(self._memory.worth_folder)
+
     def evict(self, target_bytes: int) -> int:
-        """Remove worthless files, then least recently used chunks, until memory holds at most `target_bytes`.
+        """Remove worthless files, then the chunks that are worth least, until memory holds at most `target_bytes`.
 
         They move to the disk, if there is one. Returns the bytes that are left. Only one process evicts at a time:
         another's call removes nothing.
@@ -286,7 +305,7 @@ class NodeStore:
         return self._memory.evict(target_bytes)
 
     def flush(self, timeout_s: float) -> int:
-        """Copy chunks of anybody in memory to the disk, most recently used first; return how many were copied."""
+        """Copy chunks of anybody in memory to the disk, those worth most first; return how many were copied."""
         return self._memory.flush(timeout_s)
 
     def clear(self) -> None:

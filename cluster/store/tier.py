@@ -1,7 +1,12 @@
 """One root of the store with a budget: memory, or the disk below it. What memory has no room for moves to the disk.
 
 Budgets are of whole roots, over all models and tenants, and several processes share a root. Only one at a time makes
-room; the others go on meanwhile.
+room; the others go on meanwhile. What goes first:
+
+    1. what is put aside as damaged, and files of dead writers
+    2. chunks that a longer one replaces
+    3. chunks by what replicas say that they are worth (`worth.py`); where none says anything, least recently used first
+    4. pinned ones: their time of last use is later than now
 """
 
 from __future__ import annotations
@@ -9,17 +14,20 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import math
 import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from ropewalk.cluster.store.chunk import ChunkCorrupt, parse_chunk, write_bytes
 from ropewalk.cluster.store.folder import SUPERSEDED, ChunkFolder, children
+from ropewalk.cluster.store.worth import FOLDER, Worths, read_worths
+from ropewalk.cluster.store.worth import STALE_S as WORTH_STALE_S
 
 STALE_S = 600.0
 """Age of a temporary file whose writer must be dead: a chunk takes milliseconds to write."""
@@ -56,24 +64,37 @@ class Entry(NamedTuple):
         return ChunkFolder(self.path.parents[2 if self.path.parent.parent.name == "objects" else 1])
 
     @property
+    def model(self) -> str:
+        """Name of the folder of its model and rank."""
+        return self.folder.base.parent.name
+
+    @property
     def is_worthless(self) -> bool:
         return self.kind == "quarantine" or (self.kind == "temporary" and time.time() - self.mtime > STALE_S)
 
 
 class Tier:
-    """The files under one root. `below` is where chunks move to, if anywhere.
+    """The files under one root. `below` is where chunks move to, if anywhere. `worth_root` is the root beside whose
+    chunks replicas say what chunks are worth, if not this one.
 
     What happens is counted in `counters`, under names that begin with `prefix`.
     """
 
     def __init__(
-        self, root: Path, budget_bytes: int, counters: Counter[str], prefix: str = "", below: Tier | None = None
+        self,
+        root: Path,
+        budget_bytes: int,
+        counters: Counter[str],
+        prefix: str = "",
+        below: Tier | None = None,
+        worth_root: Path | None = None,
     ) -> None:
         if budget_bytes <= 0:
             raise ValueError(f"store budget must be positive, not {budget_bytes!r}")
         self.root = root
         self.budget_bytes = budget_bytes
         self.below = below
+        self.worth_folder = (worth_root or root) / FOLDER
         self._counters = counters
         self._prefix = prefix
         # Taking stock walks the whole root, so each process does it once per fiftieth of the budget written.
@@ -107,24 +128,35 @@ class Tier:
         _allowance[self.root] = _allowance.get(self.root, 0) - size
 
     def evict(self, target_bytes: int) -> int:
-        """Remove worthless files, then least recently used chunks, until the root holds at most `target_bytes`.
+        """Remove worthless files, then chunks, those that are worth least first, until the root holds at most
+        `target_bytes`.
 
         Returns the bytes that are left. Only one process evicts at a time: another's call removes nothing.
         """
         with contextlib.suppress(OSError), self._locked() as locked:
-            entries = sorted(self.entries(), key=lambda entry: (not entry.is_worthless, entry.mtime))
+            entries = list(self.entries())
             used = sum(entry.size for entry in entries)
-            for entry in entries if locked else ():
+            if not locked or used <= target_bytes:
+                return used
+            worths = self._worths(WORTH_STALE_S)
+            for entry in sorted(entries, key=_order(worths)):
                 if used <= target_bytes:
                     break
                 if entry.kind == "temporary" and not entry.is_worthless:
                     continue  # somebody is writing it
-                self._remove(entry)
+                self._remove(entry, worths)
                 used -= entry.size
             return used
         return 0
 
-    def _remove(self, entry: Entry) -> None:
+    def _worths(self, max_age_s: float) -> Worths:
+        found = Counter[str]()
+        worths = read_worths(self.worth_folder, time.time(), found, max_age_s=max_age_s)
+        for name, count in found.items():
+            self._counters[self._prefix + name] += count
+        return worths
+
+    def _remove(self, entry: Entry, worths: Worths) -> None:
         if entry.kind != "objects":
             with contextlib.suppress(OSError):
                 entry.path.unlink()
@@ -134,6 +166,7 @@ class Tier:
             self._demote(entry)
         entry.folder.delete(entry.path.name)
         self._count("evicted")
+        self._count("evicted_known" if worths.knows(entry.model, entry.path.name) else "evicted_unknown")
 
     def _count(self, name: str) -> None:
         self._counters[self._prefix + name] += 1
@@ -141,15 +174,16 @@ class Tier:
     # The tier below
 
     def flush(self, timeout_s: float) -> int:
-        """Copy chunks to the tier below, most recently used first, until all are there, it is full or time is up.
+        """Copy chunks to the tier below, those worth most first, until all are there, it is full or time is up.
 
-        Returns the number of chunks copied.
+        The last word of replicas counts however old it is: they may have ended by now. Returns the number of chunks
+        copied.
         """
         deadline, num_copied = time.monotonic() + timeout_s, 0
         if self.below is None:
             return 0
-        room = self.below.budget_bytes - self.below._slack  # older ones would only drive newer ones out again
-        for entry in sorted(self.entries(), key=lambda entry: -entry.mtime):
+        room = self.below.budget_bytes - self.below._slack  # others would only drive these out again
+        for entry in sorted(self.entries(), key=_order(self._worths(math.inf)), reverse=True):
             room -= entry.size
             if time.monotonic() > deadline or room < 0:
                 break
@@ -220,6 +254,20 @@ def tenant_folders(root: Path) -> Iterator[Path]:
         for base in children(model):
             if TENANT_FOLDER.fullmatch(base.name):
                 yield base
+
+
+def _order(worths: Worths) -> Callable[[Entry], tuple[float, ...]]:
+    """Return a key that sorts by what goes first."""
+    now = time.time()
+
+    def key(entry: Entry) -> tuple[float, ...]:
+        if not worths or entry.kind != "objects":
+            return (not entry.is_worthless, entry.mtime)
+        if entry.mtime == SUPERSEDED or entry.mtime > now:
+            return (1 if entry.mtime == SUPERSEDED else 3, entry.mtime)
+        return (2, *worths.rank(entry.model, entry.path.name, entry.mtime, now))
+
+    return key
 
 
 def _files(parent: Path, kind: str) -> Iterator[Entry]:

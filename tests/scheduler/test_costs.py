@@ -113,3 +113,12 @@ def test_two_prefills_tell_what_a_token_costs_however_much_that_is(per_token_s):
     for length in (32, 416):
         cost.observe(length, 0, 0, 0.02 + per_token_s * length)
     assert cost.per_token_s == pytest.approx(per_token_s, rel=0.35)
+
+
+def test_what_a_token_spares_is_what_computing_it_takes_more_than_loading_it():
+    cost = StageCost(None)
+    assert cost.spared_s == 0.0
+    for cached in (0, 400, 800):
+        for length in (32, 200, 400):
+            cost.observe(length, 0, cached, 0.01 + 1e-4 * length + 2e-5 * cached)
+    assert cost.spared_s == pytest.approx(8e-5, rel=0.3)

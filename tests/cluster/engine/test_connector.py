@@ -432,6 +432,32 @@ def test_what_ranks_count_adds_up_and_the_earliest_failure_counts():
     assert both.aggregate(RopewalkWorkerMetadata()).counters == both.counters
 
 
+def test_a_turns_chunks_are_weighed_and_what_was_done_for_it_is_counted(harness):
+    """Those that the plan takes and those that are saved; what a token spares comes with the turn."""
+    tokens = words(1, 600)
+    harness.fill(tokens[:300])
+    plan = harness.plan(tokens, reuse=False)
+    assert plan.segments
+    request = harness.request(tokens, plan, is_stage=False)
+    turn = {"session": "t/s", "agent": "coder", "spared_s": 0.002}
+    request.kv_transfer_params["ropewalk"]["turn"] = turn
+    harness.connector.on_new_request(request)
+    harness.connector._order.num_kept = 3
+    harness.schedule(request)
+    harness.forward()
+    _, returned = harness.connector.request_finished(request, list(range(1, 40)))
+    assert returned["ropewalk"]["counters"]["blocks_kept"] == 3
+    harness.save_finished()
+    worth = harness.connector._worth
+    assert worth.spared_s == 0.002
+    noted = {chain: use for (_, chain), use in worth._uses.items()}
+    assert {segment.chunk for segment in plan.segments} <= noted.keys()
+    assert {path.name for path in harness.store.base.glob("objects/*/*")} & noted.keys() > {
+        segment.chunk for segment in plan.segments
+    }
+    assert {(use.session, *use.agents) for use in noted.values()} == {("t/s", "coder")}
+
+
 def test_turns_reach_the_order_of_eviction_and_stages_do_not(harness):
     said = []
     harness.connector._order = SimpleNamespace(
