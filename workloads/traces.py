@@ -16,7 +16,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +274,18 @@ def _interleaved(
         history += output
         if turn.is_last:
             del histories[turn.number]
+
+
+def in_waves(turns: Iterable[TraceTurn], most: int) -> list[TraceTurn]:
+    """Let up to `most` turns in a row that are of different sessions come together, when the last of them does."""
+    found: list[TraceTurn] = []
+    wave: list[TraceTurn] = []
+    for turn in turns:
+        if len(wave) == most or turn.session in [other.session for other in wave]:
+            found += [replace(other, time_s=wave[-1].time_s) for other in wave]
+            wave.clear()
+        wave.append(turn)
+    return found + [replace(other, time_s=wave[-1].time_s) for other in wave]
 
 
 FIRST_TOKEN, NUM_TOKENS = 16, 480

@@ -161,7 +161,7 @@ def _table(title: str, *columns: str) -> Table:
     padding = (0, 0) if len(columns) > 6 else (0, 1, 0, 0)
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=padding, pad_edge=False)
     for index, column in enumerate(columns):
-        is_label = index < 1 or column in ("arm", "router")
+        is_label = index < 1 or column in ("arm", "router", "asked")
         table.add_column(column, justify="left" if is_label else "right", no_wrap=True)
     return table
 
@@ -291,10 +291,12 @@ def _simulated(arm: Mapping[str, Any]) -> list[str]:
 def print_validation(report: Mapping[str, Any]) -> None:
     """Print hit rates of an engine and of the simulator beside each other."""
     title = f"{report['workload']}: {report['turns']} turns on {report['blocks']} blocks; hit rate in %"
-    table = _table(title, "rule", "engine", "simulator", "points")
+    table = _table(title, "rule", "asked", "engine", "simulator", "points")
     for entry in report["rules"]:
         engine, simulated = entry["engine"], entry["simulator"]
-        table.add_row(entry["rule"], _percent(engine), _percent(simulated), f"{100 * (simulated - engine):+.2f}")
+        table.add_row(
+            entry["rule"], entry["asked"], _percent(engine), _percent(simulated), f"{100 * (simulated - engine):+.2f}"
+        )
     Console().print(table)
 
 

@@ -31,8 +31,8 @@ REPLICAS, QUICK_REPLICAS = 16, 4
 RETENTION = ("lru", "anchors", "foresight")
 ROUTERS_SHOWN = ("round-robin", "p2c", "prefix", "rank")
 
-BUDGET = 2000
-"""Blocks of 512 tokens: about what an 8B model's KV takes of one large GPU's memory."""
+BUDGET = 1000
+"""Blocks of 512 tokens: 63 GiB of KV of an 8B model with 128 KiB a token, about what one GPU of 80 GB has room for."""
 
 SESSION_BUDGET, SESSION_BLOCK_SIZE = 400, 32
 """For generated sessions, whose prompts are as short as `ropewalk bench retention` has them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -106,7 +107,7 @@ def test_data_that_are_not_there_are_said_in_a_line(arguments, said, tmp_path, c
 
 @pytest.mark.parametrize(("name", "rule"), [("lru", Retention), ("foresight", Foresight)])
 def test_one_replica_asked_in_turn_is_the_model_of_one_cache(name, rule):
-    turns = chat("selector", 6)
+    turns = [replace(turn, output=turn.output[:1]) for turn in chat("selector", 6)]
     simulated = simulation.simulated_hit_rate(turns, 111, name)
     assert simulated == pytest.approx(hit_rate(turns, 110, simulation.BLOCK_SIZE, rule()), abs=1e-9)
 
@@ -118,14 +119,15 @@ def test_an_engine_hits_what_the_simulator_says(tmp_path, capsys):
     arguments = ["--requests", "60", "--budgets", "90", "--retention", "foresight"]
     assert main(["simulate", "--validate", "--workload", "pipeline", *arguments, "--json", str(out)]) == 0
     report = json.loads(out.read_text())
-    (entry,) = report["rules"]
-    assert entry["simulator"] == pytest.approx(entry["engine"], abs=0.01)
-    assert entry["engine"] > 0.2
+    assert [entry["asked"] for entry in report["rules"]] == ["one by one", "4 together"]
+    for entry in report["rules"]:
+        assert entry["simulator"] == pytest.approx(entry["engine"], abs=0.01)
+        assert entry["engine"] > 0.2
     assert "foresight" in capsys.readouterr().out
 
 
 def test_validation_fails_when_they_are_apart(monkeypatch, capsys):
-    found = [{"rule": "lru", "engine": 0.4, "simulator": 0.42}]
+    found = [{"rule": "lru", "asked": "one by one", "engine": 0.4, "simulator": 0.42}]
     report = {"workload": "selector", "turns": 3, "blocks": 110, "rules": found, "agree": False}
     monkeypatch.setattr(simulation, "validate", lambda *_: report)
     assert main(["simulate", "--validate"]) == 1
