@@ -19,7 +19,7 @@ from ropewalk.workloads.simulate.cluster import MAX_OUTSTANDING, Cluster, Cluste
 from ropewalk.workloads.simulate.mooncake import BLOCK_SIZE, MooncakeTrace, TraceError
 from ropewalk.workloads.simulate.replica import Service
 from ropewalk.workloads.simulate.request import Request
-from ropewalk.workloads.simulate.routers import ROUTERS, SNAPSHOT_S, RouterSettings
+from ropewalk.workloads.simulate.routers import ROUTER_SESSIONS, ROUTERS, SNAPSHOT_S, RouterSettings
 from ropewalk.workloads.simulate.sessions import WORKLOADS, session_requests
 from ropewalk.workloads.traces import SPREAD, Sizes
 
@@ -100,6 +100,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     cluster.add_argument(
         "--snapshot-s", type=float, default=SNAPSHOT_S, metavar="S", help="rank: age of snapshots; 0: no scheduler"
     )
+    cluster.add_argument(
+        "--router-sessions",
+        type=int,
+        default=ROUTER_SESSIONS,
+        metavar="N",
+        help="rank: sessions that the router remembers (default: %(default)s)",
+    )
     service = Service()
     for field, text in (
         ("prefill_tokens_per_s", "tokens that a replica prefills a second"),
@@ -132,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name in ("requests", "at_once", "programs", "scale", "replicas", "block_size"):
+    for name in ("requests", "at_once", "programs", "scale", "replicas", "block_size", "router_sessions"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
@@ -174,7 +181,9 @@ def _simulate(args: argparse.Namespace) -> int:
     arms = list(itertools.product(budgets, args.retention or RETENTION, args.routers or ROUTERS_SHOWN))
     for number, (budget, retention, router) in enumerate(arms, 1):
         settings = ClusterSettings(num_replicas, budget, block_size, retention, service, args.told)
-        known = RouterSettings(num_replicas, budget, block_size, args.imbalance, args.snapshot_s, args.seed)
+        known = RouterSettings(
+            num_replicas, budget, block_size, args.imbalance, args.snapshot_s, args.router_sessions, args.seed
+        )
         cluster = Cluster(settings, ROUTERS[router](known))
         label = f"{number}/{len(arms)}: {budget} blocks, {retention}, {router}"
         begin = time.perf_counter()

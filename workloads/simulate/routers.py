@@ -28,6 +28,10 @@ SNAPSHOT_S = 0.5
 """Seconds between two snapshots of the scheduler that a router sees, as `ropewalk.scheduler.actor` has it."""
 
 
+ROUTER_SESSIONS = LocalAffinity().max_sessions
+"""Sessions that our router remembers."""
+
+
 class Router(Protocol):
     """Chooses replicas. `queues`: requests at each, running ones included."""
 
@@ -155,18 +159,16 @@ class PrefixAffinity(PowerOfTwo):
 class Rank:
     """Ours: `rank_replicas`, over the router's own memory and, every `snapshot_s` seconds, what the scheduler knows.
 
-    The scheduler learns from each answer. `snapshot_s` of 0: there is no scheduler. Nodes are not modelled: a replica
-    has what it has computed itself.
+    The scheduler learns from each answer. `snapshot_s` of 0: there is no scheduler. `max_sessions`: how many the router
+    remembers. Nodes are not modelled: a replica has what it has computed itself.
     """
 
-    def __init__(
-        self, num_replicas: int, snapshot_s: float = SNAPSHOT_S, affinity: LocalAffinity | None = None
-    ) -> None:
+    def __init__(self, num_replicas: int, snapshot_s: float = SNAPSHOT_S, max_sessions: int = ROUTER_SESSIONS) -> None:
         self.reasons: Counter[str] = Counter()
         self._names = [f"r{number}" for number in range(num_replicas)]
         self._numbers = {name: number for number, name in enumerate(self._names)}
         self._views = [ReplicaView(name) for name in self._names]
-        self._affinity = affinity or LocalAffinity()
+        self._affinity = LocalAffinity(max_sessions)
         self._sketches: dict[str, AnchorSketch] = {}
         self._scheduler = SchedulerState(SchedulerSettings()) if snapshot_s > 0 else None
         self._snapshot = None if self._scheduler is None else self._scheduler.snapshot()
@@ -227,6 +229,7 @@ class RouterSettings:
     block_size: int
     imbalance: float = math.inf
     snapshot_s: float = SNAPSHOT_S
+    max_sessions: int = ROUTER_SESSIONS
     seed: int = 0
 
 
@@ -236,6 +239,6 @@ ROUTERS: Mapping[str, Callable[[RouterSettings], Router]] = {
     "p2c": lambda s: PowerOfTwo(s.num_replicas, s.seed),
     # What a replica was sent before twice its cache's content has gone.
     "prefix": lambda s: PrefixAffinity(s.num_replicas, s.block_size, 2 * s.num_blocks, s.imbalance, s.seed),
-    "rank": lambda s: Rank(s.num_replicas, s.snapshot_s),
+    "rank": lambda s: Rank(s.num_replicas, s.snapshot_s, s.max_sessions),
 }
 """By name."""

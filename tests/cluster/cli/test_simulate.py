@@ -72,6 +72,7 @@ def test_an_overloaded_cluster_is_said(tmp_path, capsys):
         (["--speed", "0"], "--speed must be above 0"),
         (["--speed", "nan"], "--speed must be above 0"),
         (["--decode-s", "0"], "--decode-s must be above 0"),
+        (["--router-sessions", "0"], "--router-sessions must be at least 1"),
         (["--imbalance", "-1"], "--imbalance must be at least 0"),
         (["--budgets", "3"], "--budgets: a request of"),
         (["--block-size", "16"], "blocks of a trace have 512 tokens"),

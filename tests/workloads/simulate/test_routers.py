@@ -117,3 +117,12 @@ def test_ours_brings_a_session_back_and_a_new_one_to_its_agents_anchor(snapshot_
 
 def test_the_tree_of_prefixes_needs_no_imbalance_by_default_as_rays_does_not():
     assert RouterSettings(1, 1, 1).imbalance == math.inf
+
+
+def test_ours_forgets_sessions_beyond_those_that_it_remembers():
+    rank = Rank(4, 0.0, max_sessions=2)
+    for number in range(3):
+        rank.choose(request(range(4000), f"s{number}"), [0] * 4, 0.0)
+    for session, reason in (("s2", "session"), ("s0", "spread")):
+        rank.choose(request(range(4000), session), [0] * 4, 1.0)
+        assert rank.reasons[reason] == {"session": 1, "spread": 4}[reason]
