@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import gzip
 import heapq
+import itertools
 import json
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,26 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Message:
+class Message:
+    """What is said once: by whom (no agent: the user), behind which anchor of how many tokens, named, and how long."""
+
     agent: str
     anchor: str
     num_anchor: int
     name: str
     length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """A turn whose tokens nobody has made up yet: in which session, when, what the user said since the turn before,
+    the agent's message, and whether the session ends."""
+
+    number: int
+    time_s: float
+    heard: tuple[Message, ...]
+    message: Message
+    is_last: bool
 
 
 NextAgent = Callable[[random.Random, list[int]], int | None]
@@ -124,24 +139,32 @@ MAX_TURNS = 24
 def chat(pattern: str, num_sessions: int, seed: int = 0, sizes: Sizes = Sizes()) -> list[TraceTurn]:
     """Return the turns of group chats of six agents, by time."""
     rng = random.Random(f"{seed}/{pattern}")
-    sessions = []
-    for number in range(num_sessions):
-        said = [0]
-        while len(said) < MAX_TURNS and (following := PATTERNS[pattern](rng, said)) is not None:
-            said.append(following)
-        sessions.append(
-            [
-                _Message(
-                    f"{pattern}-{agent}",
-                    f"{pattern}/{agent}",
-                    sizes.anchor,
-                    f"{seed}/{pattern}/{number}/{turn}",
-                    rng.randrange(sizes.shortest, sizes.longest),
-                )
-                for turn, agent in enumerate(said)
-            ]
-        )
+    sessions = [_chat_session(pattern, pattern, f"{seed}/{pattern}/{n}", rng, sizes) for n in range(num_sessions)]
     return list(_interleaved(pattern, sessions, rng, sizes))
+
+
+def _chat_session(pattern: str, program: str, name: str, rng: random.Random, sizes: Sizes) -> list[Message]:
+    said = [0]
+    while len(said) < MAX_TURNS and (following := PATTERNS[pattern](rng, said)) is not None:
+        said.append(following)
+    return [
+        Message(
+            f"{program}-{agent}",
+            f"{program}/{agent}",
+            sizes.anchor,
+            f"{name}/{turn}",
+            rng.randrange(sizes.shortest, sizes.longest),
+        )
+        for turn, agent in enumerate(said)
+    ]
+
+
+def chats(pattern: str, seed: int = 0, sizes: Sizes = Sizes(), programs: int = 1) -> Iterator[Sequence[Message]]:
+    """Yield sessions of group chats without end, of `programs` programs in turn, each with agents of its own."""
+    rng = random.Random(f"{seed}/{pattern}/sessions")
+    for number in itertools.count():
+        program = pattern if programs == 1 else f"{pattern}-{number % programs}"
+        yield _chat_session(pattern, program, str(number), rng, sizes)
 
 
 TRANSCRIPTS = {
@@ -169,15 +192,20 @@ def transcripts(
     until a prompt would be longer than `sizes.max_prompt`. Raises OSError.
     """
     rng = random.Random(f"{seed}/{name}")
+    return list(_interleaved(name, transcript_sessions(name, folder, rng, sizes)[:num_sessions], rng, sizes))
+
+
+def transcript_sessions(name: str, folder: Path, rng: random.Random, sizes: Sizes = Sizes()) -> list[list[Message]]:
+    """Return what was said in each recorded run, in an order that `rng` draws. Raises OSError."""
     with gzip.open(folder / "whowhen" / TRANSCRIPTS[name], "rt", encoding="utf-8") as file:
         runs = [json.loads(line) for line in file]
     rng.shuffle(runs)
-    return list(_interleaved(name, [_messages(name, run, sizes) for run in runs[:num_sessions]], rng, sizes))
+    return [_messages(name, run, sizes) for run in runs]
 
 
-def _messages(name: str, run: dict[str, Any], sizes: Sizes) -> list[_Message]:
+def _messages(name: str, run: dict[str, Any], sizes: Sizes) -> list[Message]:
     prompts = run.get("system_prompts") or {}
-    messages = [_Message("", "", 0, f"{run['id']}/question", _num_tokens(run["question"], SCALE))]
+    messages = [Message("", "", 0, f"{run['id']}/question", _num_tokens(run["question"], SCALE))]
     length = messages[0].length
     for number, turn in enumerate(run["turns"]):
         agent = turn["agent"]
@@ -188,7 +216,7 @@ def _messages(name: str, run: dict[str, Any], sizes: Sizes) -> list[_Message]:
         if sizes.preamble + num_anchor + length + num_output > sizes.max_prompt:
             break
         anchor = f"{name}/{agent}" if system is None else f"{name}/{xxhash.xxh3_64_hexdigest(system.encode())}"
-        messages.append(_Message("" if is_human else agent, anchor, num_anchor, f"{run['id']}/{number}", num_output))
+        messages.append(Message("" if is_human else agent, anchor, num_anchor, f"{run['id']}/{number}", num_output))
         length += num_output
     return messages
 
@@ -197,44 +225,67 @@ def _num_tokens(text: str, scale: int) -> int:
     return len(text) // (CHARS_PER_TOKEN * scale) + 1
 
 
-def _interleaved(
-    name: str, sessions: Sequence[Sequence[_Message]], rng: random.Random, sizes: Sizes
-) -> Iterator[TraceTurn]:
-    """Yield the sessions' turns by time; messages without an agent are the user's."""
-    waiting = [(number, list(session)) for number, session in enumerate(sessions) if any(m.agent for m in session)]
-    waiting.reverse()
-    preamble = _tokens(f"{name}/preamble", sizes.preamble)
+def schedule(sessions: Iterable[Sequence[Message]], rng: random.Random, sizes: Sizes) -> Iterator[Scheduled]:
+    """Yield the sessions' turns by time; messages without an agent are the user's. Sessions are numbered as they come,
+    and taken one by one when there is room for them: there may be any number of them.
+    """
+    waiting = ((number, session) for number, session in enumerate(sessions) if any(m.agent for m in session))
     queue: list[tuple[float, int, int]] = []
-    histories: dict[int, list[int]] = {}
-    messages: dict[int, list[_Message]] = {}
+    live: dict[int, Sequence[Message]] = {}
 
     def begin(time_s: float) -> None:
-        if waiting:
-            number, messages[number] = waiting.pop()
-            histories[number] = []
+        number, session = next(waiting, (-1, ()))
+        if session:
+            live[number] = session
             heapq.heappush(queue, (time_s, number, 0))
 
     for _ in range(sizes.concurrency):
         begin(rng.uniform(0, PAUSE_S))
     while queue:
-        time_s, number, place = heapq.heappop(queue)
-        history = histories[number]
-        while not messages[number][place].agent:
-            history += _tokens(messages[number][place].name, messages[number][place].length)
+        time_s, number, first = heapq.heappop(queue)
+        session, place = live[number], first
+        while not session[place].agent:
             place += 1
-        message = messages[number][place]
-        output = _tokens(message.name, message.length)
-        anchor = _tokens(message.anchor, message.num_anchor)
-        is_last = not any(m.agent for m in messages[number][place + 1 :])
-        yield TraceTurn(
-            f"{name}-{number}", message.agent, time_s, (*preamble, *anchor, *history), tuple(output), is_last
-        )
-        history += output
+        is_last = not any(m.agent for m in session[place + 1 :])
+        yield Scheduled(number, time_s, tuple(session[first:place]), session[place], is_last)
         pause = PAUSE_S * math.exp(rng.gauss(0, sizes.spread))
         if is_last:
+            del live[number]
             begin(time_s + pause)
         else:
             heapq.heappush(queue, (time_s + pause, number, place + 1))
+
+
+def _interleaved(
+    name: str, sessions: Sequence[Sequence[Message]], rng: random.Random, sizes: Sizes
+) -> Iterator[TraceTurn]:
+    """Yield the sessions' turns by time, as tokens."""
+    preamble = _tokens(f"{name}/preamble", sizes.preamble)
+    histories: dict[int, list[int]] = {}
+    for turn in schedule(sessions, rng, sizes):
+        history = histories.setdefault(turn.number, [])
+        for heard in turn.heard:
+            history += _tokens(heard.name, heard.length)
+        message = turn.message
+        output = _tokens(message.name, message.length)
+        anchor = _tokens(message.anchor, message.num_anchor)
+        prompt = (*preamble, *anchor, *history)
+        yield TraceTurn(f"{name}-{turn.number}", message.agent, turn.time_s, prompt, tuple(output), turn.is_last)
+        history += output
+        if turn.is_last:
+            del histories[turn.number]
+
+
+def in_waves(turns: Iterable[TraceTurn], most: int) -> list[TraceTurn]:
+    """Let up to `most` turns in a row that are of different sessions come together, when the last of them does."""
+    found: list[TraceTurn] = []
+    wave: list[TraceTurn] = []
+    for turn in turns:
+        if len(wave) == most or turn.session in [other.session for other in wave]:
+            found += [replace(other, time_s=wave[-1].time_s) for other in wave]
+            wave.clear()
+        wave.append(turn)
+    return found + [replace(other, time_s=wave[-1].time_s) for other in wave]
 
 
 FIRST_TOKEN, NUM_TOKENS = 16, 480

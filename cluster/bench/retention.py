@@ -11,6 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,9 @@ TTLS = (1.0, 3.0, 10.0)
 
 MODEL = "Qwen2.5"
 """Architecture of the tiny model with random weights: which blocks are hit does not depend on what a model says."""
+
+BATCH = 16384
+"""Tokens of a step: turns that are asked together are all begun in one."""
 
 AT_ONCE = 2
 """Engines side by side: hit rates do not depend on their speed."""
@@ -178,18 +183,23 @@ def measure(cells: Sequence[dict[str, Any]], traces: Mapping[str, Sequence[Trace
 def replay(
     model: Path, store: Path, budget: int, arm: str, traces: Mapping[str, Sequence[TraceTurn]]
 ) -> tuple[dict[str, float], float]:
-    """Return the hit rate of each workload on one engine, and the median seconds of a turn."""
+    """Return the hit rate of each workload on one engine, and the median seconds of a turn.
+
+    Turns of one and the same time are asked together, all others one after the other.
+    """
     import statistics
 
     from ropewalk.cluster.bench.engine import Engine
 
+    longest = max(len(t.prompt) + len(t.output) for turns in traces.values() for t in turns) + 1
     engine = Engine(
         str(model),
         store_root=store,
         settings={"save": False, "retention": OURS if arm == TOLD else arm},
         threads=1,
         skip_tokenizer_init=True,
-        max_model_len=max(len(t.prompt) + len(t.output) for turns in traces.values() for t in turns) + 1,
+        max_model_len=longest,
+        max_num_batched_tokens=max(longest, BATCH),
         num_gpu_blocks_override=budget,
         block_size=BLOCK_SIZE,
         dtype="bfloat16",
@@ -199,21 +209,28 @@ def replay(
         for name, turns in traces.items():
             engine.forget_everything()
             num_cached = num_tokens = 0
-            for turn in turns:
+            for _, together in groupby(turns, attrgetter("time_s")):
+                asked = list(together)
                 start = time.perf_counter()
-                answer = engine.ask(
-                    turn.prompt,
-                    session=turn.session,
-                    agent=turn.agent,
-                    at_s=turn.time_s,
-                    max_tokens=1,
-                    ignore_eos=True,
+                answers = engine.gather(
+                    [
+                        engine.ask_async(
+                            turn.prompt,
+                            session=turn.session,
+                            agent=turn.agent,
+                            at_s=turn.time_s,
+                            max_tokens=len(turn.output),
+                            ignore_eos=True,
+                        )
+                        for turn in asked
+                    ]
                 )
-                seconds.append(time.perf_counter() - start)
-                num_cached += answer.num_cached
-                num_tokens += len(turn.prompt)
-                if arm == TOLD and turn.is_last:
-                    engine.client.end_session("default", turn.session)
+                seconds.append((time.perf_counter() - start) / len(asked))
+                num_cached += sum(answer.num_cached for answer in answers)
+                num_tokens += sum(len(turn.prompt) for turn in asked)
+                for turn in asked:
+                    if arm == TOLD and turn.is_last:
+                        engine.client.end_session("default", turn.session)
             rates[name] = num_cached / num_tokens
     finally:
         engine.stop()

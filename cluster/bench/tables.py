@@ -164,7 +164,7 @@ def _table(title: str, *columns: str) -> Table:
     padding = (0, 0) if len(columns) > 6 else (0, 1, 0, 0)
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=padding, pad_edge=False)
     for index, column in enumerate(columns):
-        is_label = index < 1 or column == "arm"
+        is_label = index < 1 or column in ("arm", "router", "asked")
         table.add_column(column, justify="left" if is_label else "right", no_wrap=True)
     return table
 
@@ -312,6 +312,54 @@ def print_outage(report: Mapping[str, Any]) -> None:
             f"{ratio['ratio']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})",
         )
     console.print(table)
+
+
+def print_simulation(report: Mapping[str, Any]) -> None:
+    """Print what `ropewalk simulate` found: a table for each budget, a row for each rule and router."""
+    console = Console()
+    console.width = max(console.width, 120)  # eleven columns
+    for budget in dict.fromkeys(arm["blocks"] for arm in report["arms"]):
+        arms = [arm for arm in report["arms"] if arm["blocks"] == budget]
+        title = (
+            f"{report['workload']}: {arms[0]['requests']:,} requests, {report['replicas']} replicas with {budget:,} "
+            f"blocks of {report['block_size']} tokens; TTFT and turns in seconds"
+        )
+        heads = ("hit", "TTFT", "p50", "p95", "p99", "turn", "p95", "turns/s", "computed", "imbalance", "req/s")
+        table = _table(title, "rule", "router", *heads)
+        for arm in arms:
+            table.add_row(arm["retention"], arm["router"], *_simulated(arm))
+        console.print(table)
+    console.print(
+        "computed: millions of prompt tokens; imbalance: longest time that a queue was above 1.5 times the mean, in\n"
+        "seconds; req/s: requests simulated in a second of this machine."
+    )
+
+
+def _simulated(arm: Mapping[str, Any]) -> list[str]:
+    if arm["overloaded"]:
+        return [_percent(arm["hit_rate"]), "over-", "load", f"at {arm['requests']:,}"]
+    times = [arm["ttft_s"][name] for name in ("mean", "p50", "p95", "p99")]
+    times += [arm["turn_s"][name] for name in ("mean", "p95")]
+    return [
+        _percent(arm["hit_rate"]),
+        *(f"{seconds:.2f}" if seconds < 100 else f"{seconds:.0f}" for seconds in times),
+        f"{arm['turns_per_s']:.1f}",
+        f"{arm['computed_tokens'] / 1e6:,.1f}",
+        f"{arm['longest_imbalance_s']:.0f}",
+        f"{arm['simulated_per_s']:,.0f}",
+    ]
+
+
+def print_validation(report: Mapping[str, Any]) -> None:
+    """Print hit rates of an engine and of the simulator beside each other."""
+    title = f"{report['workload']}: {report['turns']} turns on {report['blocks']} blocks; hit rate in %"
+    table = _table(title, "rule", "asked", "engine", "simulator", "points")
+    for entry in report["rules"]:
+        engine, simulated = entry["engine"], entry["simulator"]
+        table.add_row(
+            entry["rule"], entry["asked"], _percent(engine), _percent(simulated), f"{100 * (simulated - engine):+.2f}"
+        )
+    Console().print(table)
 
 
 def _percent(share: float) -> str:

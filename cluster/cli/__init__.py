@@ -1,4 +1,4 @@
-"""The command line: `ropewalk serve | status | store | replay | graph | demo | bench`."""
+"""The command line: `ropewalk serve | status | store | replay | graph | demo | bench | simulate`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-COMMANDS = ("serve", "status", "store", "replay", "graph", "demo", "bench")
+COMMANDS = ("serve", "status", "store", "replay", "graph", "demo", "bench", "simulate")
 
 
 class UserError(Exception):

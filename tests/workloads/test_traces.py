@@ -10,7 +10,7 @@ import pytest
 
 from ropewalk.scheduler.retention import RULES, Anchors, Foresight, Retention
 from ropewalk.workloads.block_cache import BlockCache, Clairvoyant, Foretold, block_names, hit_rate
-from ropewalk.workloads.traces import MAX_TURNS, NUM_AGENTS, PATTERNS, Sizes, TraceTurn, chat, transcripts
+from ropewalk.workloads.traces import MAX_TURNS, NUM_AGENTS, PATTERNS, Sizes, TraceTurn, chat, in_waves, transcripts
 
 BLOCK = 32
 
@@ -47,6 +47,19 @@ def test_no_more_sessions_are_live_than_said():
         assert len(live) <= Sizes().concurrency
         if turn.is_last:
             live.discard(turn.session)
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_turns_come_together_as_far_as_they_are_of_different_sessions(most):
+    turns = chat("random", 6, sizes=Sizes(concurrency=4))
+    waves = defaultdict(list)
+    for before, after in zip(turns, in_waves(turns, most), strict=True):
+        assert (before.session, before.prompt) == (after.session, after.prompt)
+        assert after.time_s >= before.time_s
+        waves[after.time_s].append(after.session)
+    assert max(len(wave) for wave in waves.values()) == most
+    assert all(len(set(wave)) == len(wave) for wave in waves.values())
+    assert in_waves(turns, 1) == turns
 
 
 def write_runs(folder, runs):
