@@ -6,9 +6,10 @@ routers with the same knowledge decide alike.
 
 In order of precedence:
 
-1. *session*: back to the replica that holds the session's history, unless waiting there costs more than the history
-   is worth elsewhere: on the same node the store has it and a request ahead outweighs thousands of tokens, on another
-   node it is computed again;
+1. *session*: back to the replica where this agent last spoke in the session, unless waiting there costs more than the
+   history is worth elsewhere: on the same node the store has it and a request ahead outweighs thousands of tokens, on
+   another node it is computed again. An agent that is new to a session finds nothing of it in an engine's cache, since
+   another system prompt stands before it; with position-independent reuse, the store of the node has it;
 2. *anchor*: to a replica where the agent's anchor is warm, unless its queue is more than `ANCHOR_SLACK` longer, or it
    already has more than its share of sessions: a hot anchor is computed on a second replica rather than piled on one;
 3. *spread*: otherwise the least loaded, of equals the one with the fewest sessions.
@@ -67,12 +68,14 @@ class RouteReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestHints:
-    """What a router knows about a request before it is tokenised."""
+    """What a router knows about a request before it is tokenised. `reuse`: its history may be taken from the store
+    behind another agent's system prompt, too."""
 
     session: str | None = None
     agent: str | None = None
     sketch: AnchorSketch | None = None
     num_prompt_chars: int = 0
+    reuse: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +96,28 @@ class Ranking(NamedTuple):
     warm_tokens: int = 0
 
 
-class LocalAffinity:
-    """What this router routed: session to replica, agent to replicas. Used until a snapshot says more.
+MAX_ROUTED_SESSIONS = 1 << 16
+"""Sessions that a router remembers: some minutes' worth of a cluster of hundreds of replicas. About 50 MB at most."""
 
-    At most `max_sessions` sessions and `max_agents` agents, least recently routed forgotten first.
+AGENTS_PER_SESSION = 4
+"""Agents of a session, in the mean, whose replicas are remembered."""
+
+
+class LocalAffinity:
+    """What this router routed: session to replica, each of its agents to replica, agent to replicas. Used until a
+    snapshot says more.
+
+    At most `max_sessions` sessions, `AGENTS_PER_SESSION` times as many of their agents, and `max_agents` agents; least
+    recently routed forgotten first.
     """
 
-    def __init__(self, max_sessions: int = 4096, max_agents: int = 512) -> None:
+    def __init__(self, max_sessions: int = MAX_ROUTED_SESSIONS, max_agents: int = 512) -> None:
         if max_sessions < 1 or max_agents < 1:
             raise ValueError(f"bounds must be at least 1, got {max_sessions!r} and {max_agents!r}")
         self.max_sessions = max_sessions
         self.max_agents = max_agents
         self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._turns: OrderedDict[tuple[str, str | None], str] = OrderedDict()
         self._agents: OrderedDict[str, OrderedDict[str, None]] = OrderedDict()
         self._num_sessions: dict[str, int] = {}
         self._num_new: Counter[str] = Counter()
@@ -119,6 +132,10 @@ class LocalAffinity:
             self._num_sessions[replica_id] = self._num_sessions.get(replica_id, 0) + 1
             if len(self._sessions) > self.max_sessions:
                 self._leave(self._sessions.popitem(last=False)[1])
+            self._turns.pop((session, agent), None)
+            self._turns[session, agent] = replica_id
+            if len(self._turns) > AGENTS_PER_SESSION * self.max_sessions:
+                self._turns.popitem(last=False)
         if agent:
             replicas = self._agents.setdefault(agent, OrderedDict())
             replicas[replica_id] = None
@@ -142,6 +159,8 @@ class LocalAffinity:
         alive = set(replica_ids)
         for session in [s for s, replica in self._sessions.items() if replica not in alive]:
             self._leave(self._sessions.pop(session))
+        for turn in [turn for turn, replica in self._turns.items() if replica not in alive]:
+            del self._turns[turn]
         for agent in list(self._agents):
             for replica in self._agents[agent].keys() - alive:
                 del self._agents[agent][replica]
@@ -151,6 +170,10 @@ class LocalAffinity:
     def session_replica(self, session: str | None) -> str | None:
         """Where the session's last request went."""
         return self._sessions.get(session) if session else None
+
+    def turn_replica(self, session: str | None, agent: str | None) -> str | None:
+        """Where the agent's last request of the session went."""
+        return self._turns.get((session, agent)) if session else None
 
     def agent_replicas(self, agent: str | None) -> list[str]:
         """Where the agent's requests went, most recent first."""
@@ -169,6 +192,7 @@ class LocalAffinity:
     def check_integrity(self) -> None:
         """Raises AssertionError unless the bounds hold and the counts are right."""
         assert len(self._sessions) <= self.max_sessions
+        assert len(self._turns) <= AGENTS_PER_SESSION * self.max_sessions
         assert len(self._agents) <= self.max_agents
         assert sum(self._num_sessions.values()) == len(self._sessions)
         assert all(n > 0 for n in self._num_sessions.values())
@@ -217,18 +241,23 @@ def _rank(
     def within(replica: str, slack: float) -> bool:
         return replica not in full and queue[replica] <= max(shortest + slack, mean * (1 + RELATIVE_SLACK))
 
-    def score(replica: str) -> tuple[bool, float, float, int]:
+    def score(replica: str) -> tuple[bool, float, bool, float, int]:
         warm = anchor_warm.get(replica, 0.0) if attracts(replica) else 0.0
-        # Equals are told apart by sessions, then by a hash that spreads different sessions over equal replicas.
+        if near is not None and _share_node(replicas[replica], replicas[near]):
+            warm += NODE_SHARE * max(history - warm, 0.0)
+        # Equals are told apart by where the session was last, then by sessions, then by a hash that spreads different
+        # sessions over equal replicas.
         tie = xxhash.xxh3_64_intdigest(f"{hints.session}\0{agent}\0{replica}".encode("utf-8", "surrogatepass"))
-        return (replica in full, QUEUE_TOKENS * queue[replica] - warm, sessions[replica], tie)
+        return (replica in full, QUEUE_TOKENS * queue[replica] - warm, replica != last, sessions[replica], tie)
 
     fair_share = sum(sessions.values()) / len(sessions) + SESSION_SHARE
 
     def attracts(replica: str) -> bool:
         return within(replica, ANCHOR_SLACK) and (home is not None or sessions[replica] < fair_share)
 
-    home = _home(hints.session, replicas, snapshot, local)
+    last = _last(hints.session, replicas, snapshot, local)
+    home = _home(hints.session, agent, last, replicas, local)
+    near = last if home is None and hints.reuse else home
     history = _history_tokens(hints, snapshot)
 
     def stays(home: str) -> bool:
@@ -253,10 +282,10 @@ def _rank(
     return Ranking(order, reason, int(warm))
 
 
-def _home(
+def _last(
     session: str | None, replicas: Mapping[str, ReplicaView], snapshot: Snapshot, local: LocalAffinity
 ) -> str | None:
-    """The replica with the session's history. What this router did itself is newer than any snapshot."""
+    """The replica of the session's last turn. What this router did itself is newer than any snapshot."""
     if not session:
         return None
     here = local.session_replica(session)
@@ -266,11 +295,30 @@ def _home(
     return next((replica for replica in known[1] if replica in replicas), None) if known else None
 
 
+def _home(
+    session: str | None,
+    agent: str | None,
+    last: str | None,
+    replicas: Mapping[str, ReplicaView],
+    local: LocalAffinity,
+) -> str | None:
+    """The replica whose cache has what the agent has read of the session; None when it has not spoken there yet."""
+    here = local.turn_replica(session, agent)
+    if here in replicas:
+        return here
+    is_new = agent is not None and local.session_replica(session) is not None
+    return None if is_new else last
+
+
+def _share_node(one: ReplicaView, other: ReplicaView) -> bool:
+    return bool(one.node) and one.node == other.node
+
+
 def _session_slack(history: int, home: ReplicaView, other: ReplicaView) -> float:
     """Requests that `home` may have more than `other`: what moving loses, in requests' worth of tokens."""
     if not history:
         return SESSION_SLACK
-    lost = history * (1 - NODE_SHARE) if home.node and home.node == other.node else history
+    lost = history * (1 - NODE_SHARE) if _share_node(home, other) else history
     return min(SESSION_SLACK, lost / QUEUE_TOKENS)
 
 

@@ -188,6 +188,7 @@ def request_router(config: ClusterConfig, model: ModelConfig) -> RequestRouterCo
         request_router_kwargs={
             "scheduler": config.scheduler.enabled and not model.plain,
             "store": not model.plain,
+            "mode": model.reuse,
         },
     )
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ropewalk.agents.sketch import anchor_sketch
-from ropewalk.cluster.serve.settings import peek_session
+from ropewalk.cluster.engine.request import Mode
+from ropewalk.cluster.serve.settings import peek_mode, peek_session
 from ropewalk.scheduler.routing import RequestHints
 
 
@@ -20,11 +21,13 @@ def anchor_body(request: Any) -> dict[str, Any]:
     }
 
 
-def request_hints(request: Any, headers: Mapping[str, str]) -> RequestHints:
-    """Session, agent, anchor sketch and size of a vLLM request object. Reads only."""
+def request_hints(request: Any, headers: Mapping[str, str], default_mode: Mode = "exact") -> RequestHints:
+    """Session, agent, anchor sketch, size and mode of a vLLM request object. Reads only."""
     body = anchor_body(request)
-    session, agent = peek_session(getattr(request, "model_extra", None), headers)
-    return RequestHints(session, agent, anchor_sketch(body), _num_chars(body))
+    extra = getattr(request, "model_extra", None)
+    session, agent = peek_session(extra, headers)
+    reuse = (peek_mode(extra) or default_mode) == "reuse"
+    return RequestHints(session, agent, anchor_sketch(body), _num_chars(body), reuse)
 
 
 def _num_chars(body: Mapping[str, Any]) -> int:

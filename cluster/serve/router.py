@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
 from ray.serve._private.request_router.request_router import LocalityMixin, MultiplexMixin, RequestRouter
 
+from ropewalk.cluster.engine.request import Mode
 from ropewalk.cluster.serve.hints import request_hints
 from ropewalk.cluster.serve.reasons import reasons_of
 from ropewalk.scheduler.actor import SchedulerClient
@@ -33,15 +35,17 @@ class AgentRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         self._ongoing: Counter[str] = Counter()
         self._scheduler: SchedulerClient | None = None
         self._has_store = True
+        self._mode: Mode = "exact"
 
-    def initialize_state(self, scheduler: bool = True, store: bool = True) -> None:
+    def initialize_state(self, scheduler: bool = True, store: bool = True, mode: Mode = "exact") -> None:
         """Called by Ray Serve with `request_router_kwargs`.
 
         `scheduler`: the cluster has Ropewalk's scheduler, whose snapshots say what is warm where. `store`: the replicas
-        of a node share a chunk store. Replicas of plain vLLM have neither.
+        of a node share a chunk store. Replicas of plain vLLM have neither. `mode`: of requests that do not say.
         """
         self._scheduler = SchedulerClient(create=False) if scheduler else None
         self._has_store = store
+        self._mode = mode
 
     def update_replicas(self, replicas: list[Any]) -> None:
         super().update_replicas(replicas)
@@ -67,7 +71,7 @@ class AgentRouter(LocalityMixin, MultiplexMixin, RequestRouter):
             return [list(candidate_replicas)]
 
     def _ranks(self, candidates: list[Any], pending_request: Any) -> list[list[Any]]:
-        hints = _hints(pending_request)
+        hints = _hints(pending_request, self._mode)
         snapshot = self._scheduler.snapshot if self._scheduler is not None else None
         self._affinity.saw(snapshot)
         agent = agent_key(hints, snapshot)
@@ -105,11 +109,11 @@ def _name(replica_id: Any) -> str:
     return str(replica_id.unique_id)
 
 
-def _hints(pending_request: Any) -> RequestHints:
+def _hints(pending_request: Any, mode: Mode) -> RequestHints:
     request = pending_request.args[0] if pending_request.args else None
     info = pending_request.args[1] if len(pending_request.args) > 1 else None
     headers: Mapping[str, str] = info.headers if info is not None else {}
-    hints = request_hints(request, headers)
+    hints = request_hints(request, headers, mode)
     if hints.session is None and pending_request.metadata.session_id:
-        return RequestHints(pending_request.metadata.session_id, hints.agent, hints.sketch, hints.num_prompt_chars)
+        return replace(hints, session=pending_request.metadata.session_id)
     return hints

@@ -86,6 +86,13 @@ def peek_session(extra: Mapping[str, Any] | None, headers: Mapping[str, str]) ->
     )
 
 
+def peek_mode(extra: Mapping[str, Any] | None) -> str | None:
+    """The mode that a request asks for, as a router wants it: never raises."""
+    field = (extra or {}).get(FIELD)
+    mode = field.get("reuse") if isinstance(field, Mapping) else None
+    return mode if isinstance(mode, str) else None
+
+
 def _validated(value: Any) -> RopewalkField:
     if value is None:
         return RopewalkField()

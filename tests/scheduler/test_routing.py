@@ -72,6 +72,31 @@ def test_a_session_leaves_a_replica_that_is_too_busy() -> None:
     assert (leaves.order, leaves.reason) == (["r1", "r0"], RouteReason.SESSION_BUSY)
 
 
+def test_each_agent_of_a_session_goes_back_to_where_it_spoke_in_it() -> None:
+    """Another system prompt stands before the same history: one agent's cache is of no use to another."""
+    local = LocalAffinity()
+    local.remember("r0", "s", "planner")
+    local.remember("r1", "s", "coder")
+    for agent, replica in (("planner", "r0"), ("coder", "r1")):
+        ranking = rank_replicas(RequestHints("s", agent), views(0, 0, 0), None, local)
+        assert (ranking.order[0], ranking.reason) == (replica, RouteReason.SESSION)
+    new = rank_replicas(RequestHints("s", "critic"), views(0, 1, 0), None, local)
+    assert new.order[0] != "r1"
+    assert new.reason is RouteReason.SPREAD
+    assert rank_replicas(RequestHints("s", "critic"), views(0, 0, 0), None, local).order[0] == "r1", "of equals, the last"
+
+
+@pytest.mark.parametrize(("reuse", "expected"), [(True, "r1"), (False, "r2")])
+def test_an_agent_that_is_new_to_a_session_goes_to_its_node_where_histories_are_reused(
+    reuse: bool, expected: str
+) -> None:
+    local = LocalAffinity()
+    local.remember("r0", "s", "planner")
+    candidates = [ReplicaView("r0", 9, "n0"), ReplicaView("r1", 1, "n0"), ReplicaView("r2", 0, "n1")]
+    hints = RequestHints("s", "critic", num_prompt_chars=4 * 2_000, reuse=reuse)
+    assert rank_replicas(hints, candidates, None, local).order[0] == expected
+
+
 @pytest.mark.parametrize(
     ("other_node", "chars", "queue", "expected"),
     [

@@ -39,8 +39,8 @@ def test_sessions_are_skewed_and_the_same_for_every_arm():
         ("power-of-two", None, None),
         ("prefix-affinity", "PrefixCacheAffinityRouter", {}),
         ("prefix-affinity-4", "PrefixCacheAffinityRouter", {"imbalanced_threshold": 4}),
-        ("router", "AgentRouter", {"scheduler": False, "store": False}),
-        ("ropewalk", "AgentRouter", {"scheduler": True, "store": True}),
+        ("router", "AgentRouter", {"scheduler": False, "store": False, "mode": "exact"}),
+        ("ropewalk", "AgentRouter", {"scheduler": True, "store": True, "mode": "exact"}),
         ("ropewalk-power-of-two", None, None),
     ],
 )

@@ -37,6 +37,7 @@ def router() -> AgentRouter:
     made._ongoing = Counter()
     made._scheduler = None
     made._has_store = True
+    made._mode = "exact"
     made._replica_queue_len_cache = ReplicaQueueLengthCache()
     return made
 
