@@ -39,9 +39,9 @@ RELATIVE_SLACK = 0.25
 """With long queues the slack is a quarter of the mean queue instead, so that affinity does not vanish under load while
 no replica exceeds the mean by more than that."""
 
-QUEUE_TOKENS = 512
-"""What one request ahead costs, in tokens of prefill: in a continuous batch it delays by sharing steps, about as much
-as one prefill chunk of vLLM's CPU default."""
+QUEUE_TOKENS = 256
+"""What one request ahead costs, in tokens of prefill: in a continuous batch it delays by sharing steps, and most of its
+prompt is cached. Twice as much makes sessions leave too early (docs/simulate.md)."""
 
 SESSION_SHARE = 1.0
 """Sessions by which a replica may exceed the mean and still attract new ones by its warm anchors: a session is a

@@ -83,7 +83,8 @@ def test_each_agent_of_a_session_goes_back_to_where_it_spoke_in_it() -> None:
     new = rank_replicas(RequestHints("s", "critic"), views(0, 1, 0), None, local)
     assert new.order[0] != "r1"
     assert new.reason is RouteReason.SPREAD
-    assert rank_replicas(RequestHints("s", "critic"), views(0, 0, 0), None, local).order[0] == "r1", "of equals, the last"
+    idle = rank_replicas(RequestHints("s", "critic"), views(0, 0, 0), None, local)
+    assert idle.order[0] == "r1", "of equals, where the session was last"
 
 
 @pytest.mark.parametrize(("reuse", "expected"), [(True, "r1"), (False, "r2")])
@@ -103,7 +104,7 @@ def test_an_agent_that_is_new_to_a_session_goes_to_its_node_where_histories_are_
         ("n0", 4 * 2_000, 1, "r1"),  # the store of the node has the history
         ("n1", 4 * 2_000, 1, "r0"),  # elsewhere it would be computed again
         ("n0", 4 * 8_000, 1, "r0"),  # even reading it takes longer than a request
-        ("n1", 4 * 800, 2, "r1"),  # a short history is computed sooner than two requests end
+        ("n1", 4 * 400, 2, "r1"),  # a short history is computed sooner than two requests end
     ],
 )
 def test_a_session_leaves_when_waiting_costs_more_than_its_history(
