@@ -173,7 +173,7 @@ class LocalAffinity:
 
     def turn_replica(self, session: str | None, agent: str | None) -> str | None:
         """Where the agent's last request of the session went."""
-        return self._turns.get((session, agent)) if session else None
+        return self._turns.get((session, agent)) if session and session in self._sessions else None
 
     def agent_replicas(self, agent: str | None) -> list[str]:
         """Where the agent's requests went, most recent first."""

@@ -26,14 +26,20 @@ from ropewalk.cluster.bench.queues import QueueSampler, longest_uneven_s
 MODEL = "smollm2-135m"
 REPLICAS = 2
 
-KV_CACHE_GIB = 0.25
-"""Room for some 11,000 tokens a replica: less than the sessions of a saturated replica hold."""
+KV_CACHE_GIB = 0.15
+"""Room for some 7,000 tokens a replica: less than the sessions of a saturated replica hold."""
+
+ANCHOR_TOKENS = 500
+"""Of each agent's system prompt, behind 370 that all share."""
 
 MAX_TURNS = 24
 MEAN_TURNS = 6
 """Turns of a session: a geometric number, at most `MAX_TURNS`."""
 
-AT_ONCE = 12
+MAX_PROMPT_TOKENS = 2000
+MAX_MODEL_LEN = 4096
+
+AT_ONCE = 8
 """Sessions at a time in saturation."""
 
 LOAD = 0.85
@@ -80,7 +86,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         ),
     )
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=DEFAULT_ARMS, metavar="ARM", help=", ".join(ARMS))
-    parser.add_argument("--sessions", type=int, default=40, metavar="N", help="a load (default: %(default)s)")
+    parser.add_argument("--sessions", type=int, default=24, metavar="N", help="a load (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=1, metavar="N", help="times that each arm is run, in turn")
     parser.add_argument(
         "--rate", type=float, metavar="R", help="turns a second that arrive (default: by the first arm)"
@@ -136,7 +142,7 @@ def cluster_config(arm: RouterArm, port: int) -> Any:
     """Settings of the cluster: one model, all cores for its replicas."""
     from ropewalk.cluster.config import parse_config
 
-    model = {"source": MODEL, "replicas": REPLICAS, "kv_cache_gib": KV_CACHE_GIB, "max_model_len": 8192}
+    model = {"source": MODEL, "replicas": REPLICAS, "kv_cache_gib": KV_CACHE_GIB, "max_model_len": MAX_MODEL_LEN}
     return parse_config({"http": {"port": port}, "models": [model | arm.settings], **arm.cluster}, "bench")
 
 
@@ -175,6 +181,8 @@ async def load(
         sessions=num_sessions,
         turns=MAX_TURNS,
         headers="none",
+        anchor_tokens=ANCHOR_TOKENS,
+        max_prompt_tokens=MAX_PROMPT_TOKENS,
         concurrency=concurrency,
         rate=rate,
         seed=seed,

@@ -259,6 +259,7 @@ def print_retention(report: Mapping[str, Any]) -> None:
 def print_routing(report: Mapping[str, Any]) -> None:
     """Print what `ropewalk bench routing` found: a row for each arm and load, medians over its runs."""
     console = Console()
+    console.width = max(console.width, 100)  # ten columns
     for load, title in (("saturated", "saturated"), ("open", f"open loop, {report['rate']:.2f} turns/s arriving")):
         headings = [
             "arm",
