@@ -41,7 +41,7 @@ no replica exceeds the mean by more than that."""
 
 QUEUE_TOKENS = 256
 """What one request ahead costs, in tokens of prefill: in a continuous batch it delays by sharing steps, and most of its
-prompt is cached. Twice as much makes sessions leave too early (docs/simulate.md)."""
+prompt is cached. With twice as much, sessions leave too early: the simulator hits less."""
 
 SESSION_SHARE = 1.0
 """Sessions by which a replica may exceed the mean and still attract new ones by its warm anchors: a session is a
