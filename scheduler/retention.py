@@ -79,6 +79,9 @@ SURPRISE_FADES = 0.98
 STALE_AFTER = 64
 """Observations after which an outlook is computed anew."""
 
+SETTLED_AFTER = 512
+"""Observations from which on one outlook is hardly better than one that is `STALE_AFTER` older."""
+
 MAX_RENEWED = 8
 """Old outlooks that are computed anew at once: each takes some 0.3 ms of the engine's thread. The others wait."""
 
@@ -397,9 +400,13 @@ class Foresight(Retention):
         return self.worth(use) or self._surprise / (self.now_s - use.time_s + self.pauses.mean_s)
 
     def look_ahead(self, session: str) -> None:
-        """Compute now what a worth will rest on: after many turns, all of it at once would hold the engine up."""
+        """Compute now what a worth will rest on: after many turns, all of it at once would hold the engine up.
+
+        Not while little is known: an outlook stays for `STALE_AFTER` observations.
+        """
         live = self._live.get(session)
-        if live is not None and live.past not in self._outlooks:
+        is_settled = self._num_observed >= SETTLED_AFTER
+        if live is not None and is_settled and live.past not in self._outlooks:
             self._outlook(live.past)
 
     def _went_on(self, live: _Live, following: str) -> None:
