@@ -61,7 +61,7 @@ def measure(num_sessions: int, num_chunks: int, args: argparse.Namespace, root: 
         worth.note(rule, f"r{len(noting)}", (session, agent), ("model", "t"), empty_plan(1), prompts[number])
         noting.append(1e6 * (time.perf_counter() - learned))
         learning.append(1e6 * (learned - begin))
-        time.sleep(1 / args.rate)
+        time.sleep(1 / args.rate)  # the pause between two requests is part of what is measured
     worth.close()
     begin = time.perf_counter()
     worths = read_worths(root / FOLDER, time.time(), Counter())

@@ -78,6 +78,17 @@ class ChunkingConfig(_Settings):
         return self
 
 
+class PrefixAffinityConfig(_Settings):
+    """Arguments of Ray's `PrefixCacheAffinityRouter`; those that are not given are Ray's own."""
+
+    imbalanced_threshold: float | None = Field(default=None, ge=0)
+    match_rate_threshold: float | None = Field(default=None, ge=0, le=1)
+    do_eviction: bool | None = None
+    eviction_threshold_chars: int | None = Field(default=None, ge=1)
+    eviction_target_chars: int | None = Field(default=None, ge=1)
+    eviction_interval_secs: int | None = Field(default=None, ge=1)
+
+
 class ModelConfig(_Settings):
     """One model and its replicas."""
 
@@ -90,7 +101,7 @@ class ModelConfig(_Settings):
     policies: list[str] = []
     retention: RuleName = "foresight"
     router: Literal["ropewalk", "power-of-two", "prefix-affinity"] | None = None
-    router_args: dict[str, Any] = {}
+    router_args: PrefixAffinityConfig = PrefixAffinityConfig()
     max_model_len: int | None = Field(default=None, ge=64)
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     cpus_per_replica: int | None = Field(default=None, ge=1)
@@ -108,7 +119,7 @@ class ModelConfig(_Settings):
 
     @model_validator(mode="after")
     def _router_takes(self) -> ModelConfig:
-        if self.router_args and self.router != "prefix-affinity":
+        if self.router_args != PrefixAffinityConfig() and self.router != "prefix-affinity":
             raise ValueError("router_args: only router 'prefix-affinity' takes any")
         return self
 

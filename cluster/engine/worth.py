@@ -188,7 +188,7 @@ class ChunkWorth:
             except OSError as error:
                 logger.debug("Not saying what chunks are worth: %s", error)
                 outcome = "worth_unwritten"
-            except Exception:
+            except Exception:  # the next word may do better; without any, last use decides
                 logger.exception("Not saying what chunks are worth")
                 outcome = "worth_unwritten"
             with self._lock:
@@ -210,7 +210,7 @@ class ChunkWorth:
                     for (tenant, chain), rate, used_s, depth in word.claims[first : first + SLICE]
                     if chain in there[tenant]
                 ]
-                time.sleep(0)
+                time.sleep(0)  # lets the engine's thread have Python's lock
             cost = word.spared_s * num_tokens / num_bytes if num_bytes else 0.0
             write_worth(self._folder, self._replica, Worth(word.model, word.time_s, word.pause_s, cost, claims))
         if word.forgotten != self._forgotten:

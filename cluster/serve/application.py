@@ -180,7 +180,8 @@ def request_router(config: ClusterConfig, model: ModelConfig) -> RequestRouterCo
         return None
     if router == "prefix-affinity":
         return RequestRouterConfig(
-            request_router_class=PrefixCacheAffinityRouter, request_router_kwargs=model.router_args
+            request_router_class=PrefixCacheAffinityRouter,
+            request_router_kwargs=model.router_args.model_dump(exclude_none=True),
         )
     # Replicas of plain vLLM tell the scheduler nothing, and share nothing.
     return RequestRouterConfig(

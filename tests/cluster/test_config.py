@@ -182,3 +182,28 @@ def test_any_settings_are_accepted_or_refused_with_one_line(values: Any) -> None
     except ConfigError as error:
         problem = str(error)
     assert "\n" not in problem
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"router": "prefix-affinity", "router_args": {"threshold": 4}}, "threshold"),
+        ({"router": "prefix-affinity", "router_args": {"match_rate_threshold": 2}}, "match_rate_threshold"),
+        ({"router_args": {"imbalanced_threshold": 4}}, "router_args"),
+        ({"router": "nobody"}, "router"),
+    ],
+)
+def test_arguments_that_a_router_would_choke_on_are_refused_before_anything_starts(fields, said):
+    with pytest.raises(ConfigError, match=said):
+        parse_config({"models": [{"source": "recall-mla", **fields}]}, "test")
+
+
+def test_arguments_of_rays_router_are_those_that_it_takes():
+    from inspect import signature
+
+    from ray.serve.llm.request_router import PrefixCacheAffinityRouter
+
+    from ropewalk.cluster.config import PrefixAffinityConfig
+
+    taken = set(signature(PrefixCacheAffinityRouter.initialize_state).parameters) - {"self", "tree_actor"}
+    assert set(PrefixAffinityConfig.model_fields) == taken
