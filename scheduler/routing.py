@@ -97,7 +97,8 @@ class Ranking(NamedTuple):
 
 
 MAX_ROUTED_SESSIONS = 1 << 16
-"""Sessions that a router remembers: some minutes' worth of a cluster of hundreds of replicas. About 50 MB at most."""
+"""Sessions that a router remembers: some minutes' worth of a cluster of hundreds of replicas. With their agents about
+80 MB."""
 
 AGENTS_PER_SESSION = 4
 """Agents of a session, in the mean, whose replicas are remembered."""
