@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +13,9 @@ MAX_PAST = 3
 
 MAX_REPLICAS = 4
 """Replicas remembered a session: one for each model it talks to; programs with more than four models are rare."""
+
+MAX_SPOKE = 8
+"""Agents of a session whose replica is remembered: more than speak in most group chats."""
 
 Past = tuple[str, ...]
 
@@ -23,7 +26,8 @@ class SessionState:
 
     `past`: the last agents that had the floor, oldest first; an agent that kept it stands there once. `group`: the
     first agent of the session, None until one is recognised, or when it was forgotten since. `replicas`: most recent
-    first. `prompt_tokens`: of the last turn.
+    first. `prompt_tokens`: of the last turn. `spoke`: on which replica each agent spoke last, and when; who has spoken
+    most recently is last.
     """
 
     past: Past = ()
@@ -32,6 +36,7 @@ class SessionState:
     prompt_tokens: int = 0
     num_turns: int = 0
     last_s: float = 0.0
+    spoke: dict[str, tuple[str, float]] = field(default_factory=dict)
 
     @property
     def agent(self) -> str | None:
@@ -91,6 +96,10 @@ class SessionTable:
         if time_s < state.last_s:
             if replica is not None and replica not in replicas:
                 state.replicas = (*replicas, replica)[:MAX_REPLICAS]
+            if replica is not None and agent is not None:
+                known = state.spoke.get(agent)
+                if (len(state.spoke) < MAX_SPOKE) if known is None else known[1] <= time_s:
+                    state.spoke[agent] = replica, time_s
             return None
         state.last_s = time_s
         sessions.move_to_end(session)
@@ -98,6 +107,12 @@ class SessionTable:
             state.prompt_tokens = prompt_tokens
         if replica is not None and not (replicas and replicas[0] == replica):
             state.replicas = (replica, *(r for r in replicas if r != replica))[:MAX_REPLICAS]
+        if replica is not None and agent is not None:
+            spoke = state.spoke
+            spoke.pop(agent, None)
+            spoke[agent] = replica, time_s
+            if len(spoke) > MAX_SPOKE:
+                del spoke[next(iter(spoke))]
         past = state.past
         if agent is not None and not (past and past[-1] == agent):
             if not past and state.group is None:
@@ -139,7 +154,7 @@ class SessionTable:
     def agents(self) -> set[str]:
         """All agents that the table speaks of."""
         groups = {state.group for state in self._sessions.values() if state.group is not None}
-        return groups.union(*self._at_past)
+        return groups.union(*self._at_past, *(state.spoke for state in self._sessions.values()))
 
     def rename_agent(self, old: str, new: str | None) -> None:
         """What was said of `old` is said of `new`, where the two stood side by side once.
@@ -152,6 +167,11 @@ class SessionTable:
         for state in self._sessions.values():
             if state.group == old:
                 state.group = new
+            if old in state.spoke:
+                spoke = state.spoke
+                both = [spoke.pop(old)] if new is None or new not in spoke else [spoke.pop(old), spoke.pop(new)]
+                if new is not None:
+                    spoke[new] = max(both, key=lambda one: one[1])
             if old not in state.past:
                 continue
             past: Past = ()
@@ -187,7 +207,10 @@ class SessionTable:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form: agents and replicas once; then, oldest first, `[session, past, group, replicas, prompt_tokens,
-        num_turns, age]` each, agents and replicas by number, age in milliseconds before `time_s`."""
+        num_turns, age]` each, agents and replicas by number, age in milliseconds before `time_s`.
+
+        Not `spoke`: it would be most of the file, and who is taken to be new to a session is sent where it was last.
+        """
         agents: dict[str, int] = {}
         replicas: dict[str, int] = {}
         time_s = max((state.last_s for state in self._sessions.values()), default=0.0)
@@ -231,5 +254,6 @@ class SessionTable:
         assert all(len(s.replicas) == len(set(s.replicas)) <= MAX_REPLICAS for s in self._sessions.values())
         for state in self._sessions.values():
             assert len(state.past) <= MAX_PAST
+            assert len(state.spoke) <= MAX_SPOKE
             assert all(a != b for a, b in pairwise(state.past))
         assert self._at_past == Counter(s.past for s in self._sessions.values() if s.past)

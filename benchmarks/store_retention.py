@@ -44,7 +44,8 @@ from ropewalk.cluster.store.node_store import NodeStore
 from ropewalk.cluster.store.worth import FOLDER, MAX_CHUNKS, STALE_S, Claim, Worth, Worths, write_worth
 from ropewalk.kernels.gear import ChunkSizes, chunk_limits
 from ropewalk.kernels.keys import Domain, Tokens, as_tokens, chain_key, content_key, root_key
-from ropewalk.scheduler.retention import Foresight, Use
+from ropewalk.scheduler.foresight import Foresight
+from ropewalk.scheduler.retention import Use
 from ropewalk.workloads.block_cache import BlockCache
 from ropewalk.workloads.traces import PATTERNS, TRANSCRIPTS, TraceTurn, chat, transcripts
 

@@ -27,8 +27,8 @@ from ropewalk.cluster.engine.worth import ChunkWorth
 from ropewalk.cluster.store.node_store import NodeStore
 from ropewalk.cluster.store.worth import FOLDER, read_worths
 from ropewalk.kernels.keys import Domain
+from ropewalk.scheduler.foresight import Foresight
 from ropewalk.scheduler.plan import Piece, empty_plan
-from ropewalk.scheduler.retention import Foresight
 
 CASES = ((8, 60), (64, 40), (256, 30))
 """Sessions, and chunks of each."""

@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ropewalk.cluster.models import ModelSourceError, resolve
-from ropewalk.scheduler.retention import RuleName
+from ropewalk.scheduler.rules import RuleName
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]?i?)b?", re.IGNORECASE)
@@ -221,6 +221,12 @@ class ClusterConfig(_Settings):
             if names.count(name) > 1:
                 raise ValueError(f"two models are called {model.name!r} (or alike); give each its own name")
         return models
+
+    @model_validator(mode="after")
+    def _prewarms_by_forecasts(self) -> ClusterConfig:
+        if self.prewarm.enabled and not self.scheduler.enabled:
+            raise ValueError("prewarm follows the scheduler's forecasts: switch scheduler.enabled on, or prewarm off")
+        return self
 
     @property
     def num_replicas(self) -> int:

@@ -94,7 +94,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What one replica knows at `now_s`, in seconds since the epoch.
+    """What one replica knows at `now_s`, in seconds since the epoch. `reuse`: its requests reuse histories by default.
 
     `anchors`: tokens of the anchors known for this replica's model, by agent. `used`: when each was used or warmed here
     last. `tried`: when a prewarm of each was started last. The snapshot's own word on what is warm here counts too.
@@ -107,6 +107,7 @@ class Situation:
     used: Mapping[str, float]
     tried: Mapping[str, float]
     now_s: float
+    reuse: bool = False
 
 
 def decide(situation: Situation, settings: PrewarmSettings, *, paused: bool = False) -> Decision:
@@ -128,7 +129,7 @@ def decide(situation: Situation, settings: PrewarmSettings, *, paused: bool = Fa
             verdict = _obstacle(agent, situation, settings)
             if verdict is None:
                 num_homes += 1
-                if home_of(agent, stand, snapshot, situation.model) == situation.replica:
+                if home_of(agent, stand, snapshot, situation.model, situation.reuse) == situation.replica:
                     wanted[agent] = wanted.get(agent, 0.0) + 1.0 / max(turns, 1.0)
                     continue
                 verdict = Verdict.ELSEWHERE
@@ -146,15 +147,16 @@ def is_predictable(stand: Stand, snapshot: Snapshot, settings: PrewarmSettings) 
     return found is not None and found.r >= settings.r_min and found.num_handovers >= settings.min_handovers
 
 
-def home_of(agent: str, stand: Stand, snapshot: Snapshot, model: str) -> str | None:
+def home_of(agent: str, stand: Stand, snapshot: Snapshot, model: str, reuse: bool = False) -> str | None:
     """The replica of a model to which the router would send the agent's turn in this session if none had anything to
     do; None when the model has no replica that prewarms.
 
-    It is the router's own ranking, from the snapshot alone: where the session was last, else where the anchor was used
-    or warmed, else where the fewest sessions are (`ropewalk.scheduler.routing`).
+    It is the router's own ranking, from the snapshot alone: where the agent spoke last in the session, else where the
+    anchor was used or warmed, else where the session was last (`ropewalk.scheduler.routing`).
     """
     views = [ReplicaView(replica, 0, node) for replica, node in snapshot.replicas.get(model, ())]
-    ranking = rank_replicas(RequestHints(stand.session, agent), views, snapshot, agent=agent)
+    hints = RequestHints(stand.session, agent, reuse=reuse)
+    ranking = rank_replicas(hints, views, snapshot, agent=agent)
     return next(iter(ranking.order), None)
 
 

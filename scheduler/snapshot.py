@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from ropewalk.agents.profiles import AnchorIndex, Profile
 from ropewalk.agents.sessions import Past
@@ -47,6 +47,16 @@ class AgentView:
     model: str = ""
 
 
+class SessionView(NamedTuple):
+    """What a snapshot says about one session, as its last turn left it; fields as `agents.sessions.SessionState`."""
+
+    agent: str | None
+    replicas: tuple[str, ...]
+    prompt_tokens: int
+    last_s: float = 0.0
+    spoke: Mapping[str, tuple[str, float]] = {}
+
+
 @dataclass(frozen=True, slots=True)
 class Stand:
     """Where a session stands that had a turn in the last `LIVE_S` seconds; fields as `agents.sessions.SessionState`."""
@@ -61,17 +71,16 @@ class Stand:
 class Snapshot:
     """What routers and replicas read locally. `version` differs whenever the content does, across restarts too.
 
-    `sessions[session] = (agent, replicas most recent first, tokens of the last prompt)`. `groups`: how predictable the
-    sessions are that begin with an agent. `predictability`: that of all sessions. `stands`: the sessions that had a
-    turn just now, most recent first, at most `MAX_STANDS`. `outlooks`: for each past of theirs the `OUTLOOK_AGENTS`
-    that are needed first, and in how many turns. `replicas`: those of each model that prewarm and were heard of just
-    now, with their nodes.
+    `groups`: how predictable the sessions are that begin with an agent. `predictability`: that of all sessions.
+    `stands`: the sessions that had a turn just now, most recent first, at most `MAX_STANDS`. `outlooks`: for each past
+    of theirs the `OUTLOOK_AGENTS` that are needed first, and in how many turns. `replicas`: those of each model that
+    prewarm and were heard of just now, with their nodes.
     """
 
     version: int
     time_s: float
     agents: Mapping[str, AgentView]
-    sessions: Mapping[str, tuple[str | None, tuple[str, ...], int]]
+    sessions: Mapping[str, SessionView]
     predictability: float
     num_handovers: int
     num_observations: int
@@ -88,7 +97,7 @@ class Snapshot:
     @cached_property
     def sessions_by_replica(self) -> Mapping[str, int]:
         """Sessions whose last turn was on each replica."""
-        return Counter(replicas[0] for _, replicas, _ in self.sessions.values() if replicas)
+        return Counter(view.replicas[0] for view in self.sessions.values() if view.replicas)
 
     def agent_of(self, name: str | None, sketch: AnchorSketch | None) -> str | None:
         """The agent of a request: its explicit name, else the one its sketch matches, else None."""
@@ -109,7 +118,10 @@ class Snapshot:
             "version": self.version,
             "time_s": self.time_s,
             "agents": agents,
-            "sessions": {s: [agent, list(replicas), n] for s, (agent, replicas, n) in self.sessions.items()},
+            "sessions": {
+                session: view._asdict() | {"replicas": list(view.replicas), "spoke": dict(view.spoke)}
+                for session, view in self.sessions.items()
+            },
             "predictability": self.predictability,
             "num_handovers": self.num_handovers,
             "num_observations": self.num_observations,
@@ -133,7 +145,16 @@ class Snapshot:
             )
             for agent, view in data["agents"].items()
         }
-        sessions = {s: (agent, tuple(replicas), int(n)) for s, (agent, replicas, n) in data["sessions"].items()}
+        sessions = {
+            session: SessionView(
+                **{
+                    **view,
+                    "replicas": tuple(view["replicas"]),
+                    "spoke": {agent: (replica, float(time_s)) for agent, (replica, time_s) in view["spoke"].items()},
+                }
+            )
+            for session, view in data["sessions"].items()
+        }
         groups = {group: Predictability(float(r), int(n)) for group, (r, n) in data["groups"].items()}
         stands = tuple(Stand(s, tuple(past), group, float(at)) for s, past, group, at in data["stands"])
         outlooks = {tuple(past): tuple((str(a), float(t)) for a, t in near) for past, near in data["outlooks"]}

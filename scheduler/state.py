@@ -22,14 +22,11 @@ from ropewalk.agents.sessions import Past, SessionTable
 from ropewalk.agents.sketch import AnchorSketch
 from ropewalk.scheduler.handovers import HandoverCounts, Table, predictability
 from ropewalk.scheduler.markov import EPSILON, HALF_LIFE, MAX_ORDER, Smoothing, VariableOrder
-from ropewalk.scheduler.snapshot import LIVE_S, AgentView, Snapshot, Stand, Warmth
+from ropewalk.scheduler.snapshot import LIVE_S, AgentView, SessionView, Snapshot, Stand, Warmth
 from ropewalk.scheduler.survival import MAX_HOPS, TAU, Chain
 
 FORMAT_VERSION = 2
 """Format of the state file; raised when a reader of the old one would misread the new one. 1: first order only."""
-
-PAYLOAD_VERSION = 1
-"""Format of `/v1/agents`; raised likewise."""
 
 CONTEXTS_PER_AGENT = 16
 """Contexts remembered for each agent that may be: with three likely successors each an agent ends 1 + 3 + 9 of them."""
@@ -261,7 +258,9 @@ class SchedulerState:
                 model=use.model,
             )
         recent = list(self.sessions.recent(self.settings.snapshot_sessions))
-        sessions = {session: (s.agent, s.replicas, s.prompt_tokens) for session, s in recent}
+        sessions = {
+            session: SessionView(s.agent, s.replicas, s.prompt_tokens, s.last_s, dict(s.spoke)) for session, s in recent
+        }
         stands = tuple(
             Stand(session, s.past, s.group, s.last_s)
             for session, s in (recent[:MAX_STANDS] if outlooks else ())
@@ -413,10 +412,11 @@ class StateFormatError(ValueError):
         self.reason = reason
 
 
-def load_state(path: Path, settings: SchedulerSettings) -> tuple[SchedulerState, str | None]:
+def load_state(path: Path, settings: SchedulerSettings, *, put_aside: bool = True) -> tuple[SchedulerState, str | None]:
     """State from a file, or an empty one and the reason when the file is there but cannot be used.
 
-    A file that cannot be used is renamed to `<name>.<reason>`, so that it is neither lost nor read again.
+    With `put_aside`, a file that cannot be used is renamed to `<name>.<reason>`, so that it is neither lost nor read
+    again.
     """
     try:
         return SchedulerState.from_dict(json.loads(path.read_bytes()), settings), None
@@ -428,6 +428,8 @@ def load_state(path: Path, settings: SchedulerSettings) -> tuple[SchedulerState,
         reason = "damaged"
     except OSError:
         return SchedulerState(settings), "unreadable"
+    if not put_aside:
+        return SchedulerState(settings), reason
     try:
         path.replace(path.with_name(f"{path.name}.{reason}"))
     except OSError:
@@ -447,72 +449,6 @@ def save_state(data: Mapping[str, Any], path: Path) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def graph_payload(source: SchedulerState | Snapshot) -> dict[str, Any]:
-    """The body of `GET /v1/agents`: agents, hand-overs and how predictable they are (docs/scheduler.md).
-
-    From a Snapshot, when the scheduler cannot be asked, the payload has `"complete": false`, only the likeliest
-    hand-overs of each agent, and no token counts.
-    """
-    if isinstance(source, Snapshot):
-        at: dict[str, int] = {}
-        for agent, _, _ in source.sessions.values():
-            if agent is not None:
-                at[agent] = at.get(agent, 0) + 1
-        agents: Sequence[Mapping[str, Any]] = [
-            {
-                "id": view.agent,
-                "named": view.named,
-                "requests": view.num_requests,
-                "survival": round(view.survival, 4),
-                "sessions": at.get(view.agent, 0),
-                "anchor_tokens": view.anchor_tokens,
-                "warm_replicas": [w.replica for w in view.warm],
-            }
-            for view in source.agents.values()
-        ]
-        edges = [
-            {"source": view.agent, "target": agent, "count": count, "probability": round(probability, 4)}
-            for view in source.agents.values()
-            for agent, probability, count in view.next
-        ]
-        return _payload(source, agents, edges, len(source.sessions), complete=False)
-    graph = source.graph()
-    agents = [
-        {"id": agent, **{k: round(v, 4) if isinstance(v, float) else v for k, v in data.items()}}
-        for agent, data in graph.nodes(data=True)
-    ]
-    edges = [
-        {"source": a, "target": b, "count": data["count"], "probability": round(data["probability"], 4)}
-        for a, b, data in graph.edges(data=True)
-    ]
-    return _payload(source.snapshot(), agents, edges, len(source.sessions), complete=True)
-
-
-def _payload(
-    snapshot: Snapshot,
-    agents: Sequence[Mapping[str, Any]],
-    edges: Sequence[Mapping[str, Any]],
-    num_sessions: int,
-    *,
-    complete: bool,
-) -> dict[str, Any]:
-    return {
-        "format": PAYLOAD_VERSION,
-        "version": snapshot.version,
-        "complete": complete,
-        "predictability": round(snapshot.predictability, 4),
-        "handovers": snapshot.num_handovers,
-        "observations": snapshot.num_observations,
-        "live_sessions": num_sessions,
-        "groups": [
-            {"id": group, "predictability": round(found.r, 4), "handovers": found.num_handovers}
-            for group, found in sorted(snapshot.groups.items(), key=lambda item: (-item[1].num_handovers, item[0]))
-        ],
-        "agents": sorted(agents, key=lambda agent: (-agent["requests"], agent["id"])),
-        "transitions": sorted(edges, key=lambda edge: (edge["source"], -edge["count"], edge["target"])),
-    }
 
 
 def _cleaned(o: Observation) -> Observation | None:

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 
 import xxhash
 
-from ropewalk.scheduler.retention import Block, Foresight, Retention
+from ropewalk.scheduler.foresight import Foresight
+from ropewalk.scheduler.retention import Block, Retention
 from ropewalk.workloads.traces import TraceTurn
 
 

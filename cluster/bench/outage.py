@@ -1,6 +1,7 @@
 """`ropewalk bench outage`: what requests notice of a scheduler that is killed, hangs, and comes back.
 
-One cluster under a steady load, in four periods of like length, each with sessions of its own:
+One cluster under a steady load, in four periods. In each as many sessions arrive at the same moments and are as long,
+but other things are said in them:
 
     undisturbed    the scheduler runs
     killed         its process is killed twice; Ray starts it again, and it restores what it had saved
@@ -45,7 +46,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         ),
     )
     parser.add_argument("--sessions", type=int, default=40, metavar="N", help="a period (default: %(default)s)")
-    parser.add_argument("--rate", type=float, default=2.0, metavar="R", help="turns a second (default: %(default)s)")
+    parser.add_argument("--rate", type=float, default=1.2, metavar="R", help="turns a second (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the sessions (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all figures here")
     return parser
@@ -87,13 +88,13 @@ async def study(cluster: Any, num_sessions: int, turns_per_s: float, seed: int) 
         print(f"bench: {time.monotonic() - begin:4.0f} s: {name}", file=sys.stderr, flush=True)
         await _until_known(cluster)
         trouble = asyncio.ensure_future(disturb[name]()) if name in disturb else None
-        latencies: list[float] = []
-        figures = await load(
-            cluster.endpoint, num_sessions, seed=seed + number, rate=turns_per_s / mean_turns(), latencies_ms=latencies
+        result = await load(
+            cluster.endpoint, num_sessions, seed=seed, words=seed + number, rate=turns_per_s / mean_turns()
         )
         if trouble is not None:
             await trouble
-        report["periods"][name] = figures | {"latencies_ms": latencies}
+        latencies = [[r.turn_ms for r in result.answered if r.session == index] for index in range(num_sessions)]
+        report["periods"][name] = result.summary() | {"latencies_ms": latencies}
     agents = await _until_known(cluster)
     report["observations_kept"] = agents["observations"]
     undisturbed = report["periods"]["undisturbed"]["latencies_ms"]
@@ -102,22 +103,21 @@ async def study(cluster: Any, num_sessions: int, turns_per_s: float, seed: int) 
     return report
 
 
-def ratio_of_p95(latencies: list[float], base: list[float], seed: int) -> dict[str, float]:
-    """Return the ratio of 95th percentiles, and the 95 % interval of its bootstrap."""
+def ratio_of_p95(latencies: list[list[float]], base: list[list[float]], seed: int) -> dict[str, float]:
+    """Return the ratio of 95th percentiles, and the 95 % interval of its bootstrap.
+
+    Both hold the latencies of each session. Whole sessions are drawn, the same ones for both.
+    """
     import numpy as np
 
+    def p95(values: list[list[float]], drawn: Any) -> float:
+        return float(np.percentile(np.concatenate([values[index] for index in drawn]), 95))
+
     rng = np.random.default_rng(seed)
-
-    def p95s(values: list[float]) -> Any:
-        drawn = rng.choice(np.asarray(values), (RESAMPLES, len(values)))
-        return np.percentile(drawn, 95, axis=1)
-
-    low, high = np.percentile(p95s(latencies) / p95s(base), (2.5, 97.5))
-    return {
-        "ratio": float(np.percentile(latencies, 95) / np.percentile(base, 95)),
-        "low": float(low),
-        "high": float(high),
-    }
+    draws = [rng.integers(len(base), size=len(base)) for _ in range(RESAMPLES)]
+    low, high = np.percentile([p95(latencies, drawn) / p95(base, drawn) for drawn in draws], (2.5, 97.5))
+    everything = range(len(base))
+    return {"ratio": p95(latencies, everything) / p95(base, everything), "low": float(low), "high": float(high)}
 
 
 async def _kill_twice(cluster: Any, seconds: float) -> None:

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from ropewalk.cluster.bench.output import add_data_and_json, check_writable
-from ropewalk.scheduler.retention import RULES, Foresight, Retention, TtlPin
+from ropewalk.scheduler.foresight import Foresight
+from ropewalk.scheduler.retention import Retention, TtlPin
+from ropewalk.scheduler.rules import RULES
 from ropewalk.workloads.block_cache import Clairvoyant, Foretold, hit_rate
 from ropewalk.workloads.traces import PATTERNS, SPREAD, TRANSCRIPTS, Sizes, TraceTurn, chat, transcripts
 

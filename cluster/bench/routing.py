@@ -18,10 +18,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ropewalk.cluster.bench.output import check_writable
 from ropewalk.cluster.bench.queues import QueueSampler, longest_uneven_s
+
+if TYPE_CHECKING:
+    from ropewalk.workloads.metrics import ReplayResult
 
 MODEL = "smollm2-135m"
 REPLICAS = 2
@@ -42,8 +45,12 @@ MAX_MODEL_LEN = 4096
 AT_ONCE = 8
 """Sessions at a time in saturation."""
 
-LOAD = 0.85
+LOAD = 0.9
 """Share of the first arm's saturated turns a second at which sessions arrive in the open loop."""
+
+OPEN_SESSIONS = 2
+"""Times as many sessions arrive in the open loop as are run in saturation: queues need a while to become what they are
+at a rate."""
 
 MAX_TOKENS = 8
 """Answers are cut here, since what routers differ in is prefill."""
@@ -86,7 +93,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         ),
     )
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=DEFAULT_ARMS, metavar="ARM", help=", ".join(ARMS))
-    parser.add_argument("--sessions", type=int, default=24, metavar="N", help="a load (default: %(default)s)")
+    parser.add_argument(
+        "--sessions",
+        type=int,
+        default=24,
+        metavar="N",
+        help="in saturation, twice as many in the open loop (default: %(default)s)",
+    )
     parser.add_argument("--rounds", type=int, default=1, metavar="N", help="times that each arm is run, in turn")
     parser.add_argument(
         "--rate", type=float, metavar="R", help="turns a second that arrive (default: by the first arm)"
@@ -135,7 +148,10 @@ def measure(arm: RouterArm, num_sessions: int, seed: int, turns_per_s: float | N
         asyncio.run(load(cluster.endpoint, 4, seed=seed - 1, concurrency=REPLICAS))  # engines run in
         saturated = sample(cluster, num_sessions, seed, concurrency=AT_ONCE)
         rate = turns_per_s or LOAD * saturated["turns_per_s"]
-        return {"saturated": saturated, "open": sample(cluster, num_sessions, seed + 1, rate=rate / mean_turns())}
+        return {
+            "saturated": saturated,
+            "open": sample(cluster, OPEN_SESSIONS * num_sessions, seed + 1, rate=rate / mean_turns()),
+        }
 
 
 def cluster_config(arm: RouterArm, port: int) -> Any:
@@ -149,7 +165,7 @@ def cluster_config(arm: RouterArm, port: int) -> Any:
 def sample(cluster: Any, num_sessions: int, seed: int, **how: Any) -> dict[str, Any]:
     """Put a load on a cluster, and return its figures and those of the queues meanwhile."""
     with QueueSampler(cluster) as sampler:
-        figures = asyncio.run(load(cluster.endpoint, num_sessions, seed=seed, **how))
+        figures = asyncio.run(load(cluster.endpoint, num_sessions, seed=seed, **how)).summary()
     queues = [lengths for _, lengths in sampler.samples if sum(lengths)]
     return figures | {
         "uneven_s": longest_uneven_s(sampler.samples, 2),
@@ -164,13 +180,13 @@ async def load(
     num_sessions: int,
     *,
     seed: int,
+    words: int | None = None,
     concurrency: int = 1,
     rate: float | None = None,
-    latencies_ms: list[float] | None = None,
-) -> dict[str, Any]:
-    """Run sessions: `concurrency` at a time, or `rate` new ones a second. Returns `ReplayResult.summary`.
+) -> ReplayResult:
+    """Run sessions: `concurrency` at a time, or `rate` new ones a second.
 
-    The latency of each answered turn is appended to `latencies_ms`.
+    `seed` decides how long sessions are and when they arrive, and, unless `words` does, what is said in them.
     """
     from ropewalk.workloads.client import ChatClient
     from ropewalk.workloads.config import ReplayConfig
@@ -189,16 +205,13 @@ async def load(
         max_tokens=MAX_TOKENS,
         ignore_eos=True,
     )
-    program, sessions = prepare(config)
+    program, sessions = prepare(config if words is None else replace(config, seed=words))
     lengths = session_lengths(num_sessions, seed)
     skewed = [replace(one, turns=one.turns[:length]) for one, length in zip(sessions, lengths, strict=True)]
     async with ChatClient(config) as client:
         arm = Arm(config, program, client, await client.resolve_model(None), time.perf_counter())
         await arm.run_block(skewed)
-        result = arm.result()
-        if latencies_ms is not None:
-            latencies_ms += [record.turn_ms for record in result.answered]
-        return result.summary()
+        return arm.result()
 
 
 def session_lengths(num_sessions: int, seed: int) -> list[int]:

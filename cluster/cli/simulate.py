@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ropewalk.cluster.cli import UserError
-from ropewalk.scheduler.retention import RULES
+from ropewalk.scheduler.rules import RULES
 from ropewalk.workloads.sequences import SHARED
 from ropewalk.workloads.simulate.cluster import MAX_OUTSTANDING, Cluster, ClusterSettings
 from ropewalk.workloads.simulate.mooncake import BLOCK_SIZE, MooncakeTrace, TraceError

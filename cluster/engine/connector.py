@@ -41,7 +41,7 @@ from ropewalk.cluster.engine.worth import ChunkWorth
 from ropewalk.kernels.keys import as_tokens
 from ropewalk.kernels.rope import RotaryFacts
 from ropewalk.scheduler.plan import Piece, Plan
-from ropewalk.scheduler.retention import RULES
+from ropewalk.scheduler.rules import RULES
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext

@@ -14,7 +14,7 @@ from ropewalk.cluster.store.node_store import DiskTier
 from ropewalk.cluster.store.tier import Tier
 from ropewalk.kernels.gear import ChunkSizes
 from ropewalk.scheduler.planner import PlannerSettings
-from ropewalk.scheduler.retention import RuleName
+from ropewalk.scheduler.rules import RuleName
 
 CONNECTOR = "RopewalkConnector"
 CONNECTOR_MODULE = "ropewalk.cluster.engine.connector"

@@ -22,8 +22,9 @@ from queue import SimpleQueue
 from ropewalk.cluster.engine.settings import EngineSettings
 from ropewalk.cluster.engine.stores import OpenStores, Place
 from ropewalk.cluster.store.worth import FOLDER, MAX_CHUNKS, Claim, Worth, locked, write_worth
+from ropewalk.scheduler.foresight import Foresight
 from ropewalk.scheduler.plan import Piece, Plan
-from ropewalk.scheduler.retention import Foresight, Retention, Use
+from ropewalk.scheduler.retention import Retention, Use
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 from ropewalk.agents.sketch import anchor_sketch
 from ropewalk.cluster.engine.request import Mode
 from ropewalk.cluster.serve.settings import peek_mode, peek_session
-from ropewalk.scheduler.routing import RequestHints
+from ropewalk.scheduler.routing import CHARS_PER_TOKEN, RequestHints
 
 
 def anchor_body(request: Any) -> dict[str, Any]:
@@ -34,5 +34,18 @@ def _num_chars(body: Mapping[str, Any]) -> int:
     prompt = body["prompt"]
     if isinstance(prompt, str):
         return len(prompt)
-    contents = (message.get("content") for message in body["messages"] or () if isinstance(message, Mapping))
-    return sum(len(content) for content in contents if isinstance(content, str))
+    if isinstance(prompt, list) and prompt:
+        first = prompt[0]  # of several prompts, or the first token of one
+        if isinstance(first, str):
+            return len(first)
+        return CHARS_PER_TOKEN * len(first if isinstance(first, list) else prompt)
+    return sum(
+        _content_chars(message.get("content")) for message in body["messages"] or () if isinstance(message, Mapping)
+    )
+
+
+def _content_chars(content: Any) -> int:
+    if isinstance(content, str):
+        return len(content)
+    texts = (part.get("text") for part in content if isinstance(part, Mapping)) if isinstance(content, list) else ()
+    return sum(len(text) for text in texts if isinstance(text, str))

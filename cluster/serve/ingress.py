@@ -41,9 +41,10 @@ from ropewalk.cluster.serve.reasons import reasons_of
 from ropewalk.cluster.serve.server import ANCHORS_OFF, AnchorCall, SessionCall, unavailable, unknown_session
 from ropewalk.cluster.serve.settings import RequestRefused
 from ropewalk.cluster.store.node_store import Traces
-from ropewalk.scheduler.actor import SchedulerClient, SchedulerUnavailableError
+from ropewalk.scheduler.client import SchedulerClient, SchedulerUnavailableError
+from ropewalk.scheduler.graph import graph_payload
 from ropewalk.scheduler.snapshot import EMPTY_SNAPSHOT
-from ropewalk.scheduler.state import SchedulerSettings, graph_payload
+from ropewalk.scheduler.state import SchedulerSettings
 
 STATUS_DEADLINE_S = 5.0
 """How long `GET /v1/replicas` waits for one busy replica before it is shown without details."""

@@ -24,6 +24,7 @@ import yaml
 
 from ropewalk.cluster.config import ClusterConfig
 from ropewalk.cluster.serve import progress
+from ropewalk.cluster.serve.processes import STOP_GRACE_S, end_processes, shared_memory_of
 from ropewalk.cluster.serve.tls import tls_settings
 
 NAMESPACE = "ropewalk"
@@ -39,8 +40,6 @@ STORE_PREFIX = "ropewalk-store-"
 
 WORK_PREFIX = "rw-"
 """The same for a local Ray's directory: sockets, logs, its certificate."""
-
-_STOP_GRACE_S = 8.0
 
 _FLUSH_S = 20.0
 """Most seconds that a stop takes to copy chunks to the disk: what is missing is computed again later on."""
@@ -355,48 +354,7 @@ def _shut_down_serve() -> None:
     with contextlib.suppress(Exception):
         stop_scheduler()  # it saves what it has learned
     with contextlib.suppress(Exception):
-        _get_global_client().shutdown(timeout_s=_STOP_GRACE_S)
-
-
-def end_processes(processes: list[psutil.Process], grace_s: float = _STOP_GRACE_S) -> None:
-    """End these processes: wait, then SIGTERM, then SIGKILL. Pids that were reused meanwhile are left alone.
-
-    Python's resource trackers come last: they delete the shared memory of workers that could not do it themselves.
-    """
-    _, alive = psutil.wait_procs(processes, timeout=1)
-    trackers = [process for process in alive if _is_resource_tracker(process)]
-    workers = [process for process in alive if process not in trackers]
-    for process in workers:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.terminate()
-    _, workers = psutil.wait_procs(workers, timeout=grace_s)
-    for process in workers:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    _, alive = psutil.wait_procs([*workers, *trackers], timeout=grace_s)
-    for process in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(alive, timeout=grace_s)
-
-
-def shared_memory_of(processes: list[psutil.Process]) -> set[Path]:
-    """Python's shared memory segments that these processes have mapped."""
-    found = set()
-    for process in processes:
-        with contextlib.suppress(OSError):  # it has ended
-            for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
-                path = line.split(maxsplit=5)[-1]
-                if path.startswith("/dev/shm/psm_") and not path.endswith("(deleted)"):
-                    found.add(Path(path))
-    return found
-
-
-def _is_resource_tracker(process: psutil.Process) -> bool:
-    try:
-        return "resource_tracker" in " ".join(process.cmdline())
-    except psutil.Error:
-        return False
+        _get_global_client().shutdown(timeout_s=STOP_GRACE_S)
 
 
 def _store_parent() -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 from ropewalk.agents.sketch import AnchorSketch, anchor_sketch
 from ropewalk.cluster.engine.request import RequestReport, RequestSettings
 from ropewalk.cluster.serve.hints import anchor_body
-from ropewalk.scheduler.actor import SchedulerClient
+from ropewalk.scheduler.client import SchedulerClient
 from ropewalk.scheduler.state import Observation, SchedulerSettings
 
 logger = logging.getLogger("ray.serve")

@@ -86,11 +86,13 @@ class Prewarmer:
         settings: PrewarmSettings,
         scheduler: Scheduler,
         *,
+        reuse: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._model, self._replica, self._node = model, replica, node
         self._settings = settings
         self._scheduler = scheduler
+        self._reuse = reuse
         self._clock = clock
         self._lock = threading.Lock()
         """Holds for `_book` and `_unsent`, which the client's thread reads and writes, too."""
@@ -259,7 +261,7 @@ class Prewarmer:
         with self._lock:
             lengths = {a: n for a, n in self._book.lengths().items() if n < self._engine.max_model_len - 1}
         situation = Situation(
-            self._scheduler.snapshot, self._model, self._replica, lengths, self._used, self._tried, now_s
+            self._scheduler.snapshot, self._model, self._replica, lengths, self._used, self._tried, now_s, self._reuse
         )
         decision = decide(situation, self._settings, paused=self._budget.is_paused(now_s))
         if decision.verdict != self._last:

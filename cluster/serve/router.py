@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,7 +15,7 @@ from ray.serve._private.request_router.request_router import LocalityMixin, Mult
 from ropewalk.cluster.engine.request import Mode
 from ropewalk.cluster.serve.hints import request_hints
 from ropewalk.cluster.serve.reasons import reasons_of
-from ropewalk.scheduler.actor import SchedulerClient
+from ropewalk.scheduler.client import SchedulerClient
 from ropewalk.scheduler.routing import LocalAffinity, ReplicaView, RequestHints, agent_key, rank_replicas
 
 logger = logging.getLogger("ray.serve")
@@ -32,6 +33,7 @@ class AgentRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         super().__init__(*args, **kwargs)
         self.reasons = reasons_of(self._deployment_id.name)
         self._affinity = LocalAffinity()
+        self._alive: set[str] = set()
         self._ongoing: Counter[str] = Counter()
         self._scheduler: SchedulerClient | None = None
         self._has_store = True
@@ -50,9 +52,11 @@ class AgentRouter(LocalityMixin, MultiplexMixin, RequestRouter):
     def update_replicas(self, replicas: list[Any]) -> None:
         super().update_replicas(replicas)
         alive = {_name(replica.replica_id) for replica in replicas}
-        self._affinity.keep_only(alive)
-        for gone in self._ongoing.keys() - alive:
-            del self._ongoing[gone]
+        if gone := self._alive - alive:  # else all that is remembered would be walked for nothing, in the event loop
+            self._affinity.keep_only(alive)
+            for name in gone:
+                self._ongoing.pop(name, None)
+        self._alive = alive
 
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
         """One iteration of replica selection: ranks of one replica each, the best first."""
@@ -81,7 +85,7 @@ class AgentRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         self.reasons[str(ranking.reason)] += 1
         if ranking.order:
             # At once, not when the replica has accepted: requests that arrive together must see each other.
-            self._affinity.remember(ranking.order[0], hints.session, agent)
+            self._affinity.remember(ranking.order[0], hints.session, agent, time.time())
         return [[replicas[name]] for name in ranking.order]
 
     def _view(self, name: str, replica: Any) -> ReplicaView:
@@ -97,12 +101,16 @@ class AgentRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         )
         return chosen
 
-    def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
+    def on_send_request(self, replica_id: Any) -> None:
+        # Not when it is accepted: whatever was sent is completed once, though it be refused or given up.
+        super().on_send_request(replica_id)
         self._ongoing[_name(replica_id)] += 1
 
     def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
         name = _name(replica_id)
         self._ongoing[name] = max(0, self._ongoing[name] - 1)
+        if name not in self._alive:
+            del self._ongoing[name]
 
 
 def _name(replica_id: Any) -> str:

@@ -30,8 +30,8 @@ from ropewalk.cluster.serve.prewarm import Prewarmer
 from ropewalk.cluster.serve.settings import FIELD, RESERVED_FIELDS, RequestRefused, read_settings
 from ropewalk.cluster.store.node_store import Traces
 from ropewalk.kernels.keys import as_tokens
-from ropewalk.scheduler.actor import SchedulerUnavailableError
 from ropewalk.scheduler.anchors import MIN_ANCHOR_TOKENS
+from ropewalk.scheduler.client import SchedulerUnavailableError
 from ropewalk.scheduler.prewarm import PrewarmSettings
 from ropewalk.scheduler.state import SchedulerSettings
 
@@ -137,7 +137,9 @@ class AgentServer(LLMServer):
         self._prewarmer: Prewarmer | None = None
         if self._observer is not None and prewarm is not None:
             client = self._observer.client
-            self._prewarmer = Prewarmer(llm_config.model_id, replica_name(), node, prewarm, client)
+            self._prewarmer = Prewarmer(
+                llm_config.model_id, replica_name(), node, prewarm, client, reuse=default_mode == "reuse"
+            )
         await super().__init__(llm_config, engine_cls=functools.partial(AgentEngine, settings=engine_settings))
 
     async def _start_engine(self) -> None:

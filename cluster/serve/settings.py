@@ -13,7 +13,8 @@ FIELD = "ropewalk"
 SESSION_HEADER = "x-session-id"
 AGENT_HEADER = "x-agent"
 
-Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+MAX_NAME_CHARS = 256
+Name = Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME_CHARS)]
 
 RESERVED_FIELDS = ("kv_transfer_params", "cache_salt")
 """vLLM request fields that name KV directly: taken raw, they would let a client reach other people's KV."""
@@ -76,14 +77,19 @@ def read_settings(
 
 
 def peek_session(extra: Mapping[str, Any] | None, headers: Mapping[str, str]) -> tuple[str | None, str | None]:
-    """Session and agent as a router wants them: never raises, because a bad field is answered further down."""
+    """Session and agent as a router wants them: never raises, because a bad field is answered further down.
+
+    What is too long is none: a router remembers names of requests that are refused, too.
+    """
     field = (extra or {}).get(FIELD)
     field = field if isinstance(field, Mapping) else {}
     session, agent = field.get("session"), field.get("agent")
-    return (
-        session if isinstance(session, str) and session else headers.get(SESSION_HEADER) or None,
-        agent if isinstance(agent, str) and agent else headers.get(AGENT_HEADER) or None,
+    names = (
+        session if isinstance(session, str) and session else headers.get(SESSION_HEADER),
+        agent if isinstance(agent, str) and agent else headers.get(AGENT_HEADER),
     )
+    session, agent = (name if name and len(name) <= MAX_NAME_CHARS else None for name in names)
+    return session, agent
 
 
 def peek_mode(extra: Mapping[str, Any] | None) -> str | None:

@@ -9,7 +9,7 @@ is worth the seconds of prefill that a byte of it is expected to spare per secon
                  = cost of a byte / (time since its last use + pause)       of a chunk that nobody knows
 
 Rates of replicas are added, not their maximum taken: uses by two of them are two uses, and each spares a prefill. The
-second line is what the last use says alone (`scheduler/retention.py`): a chunk that was stored a moment ago is worth
+second line is what the last use says alone (`scheduler/foresight.py`): a chunk that was stored a moment ago is worth
 something before anybody has spoken of it. It holds too, if it says more, for a chunk that was used well after those
 have used it who speak of it: by somebody who says nothing. Without any file, the order is that of last use.
 

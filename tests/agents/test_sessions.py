@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from ropewalk.agents.sessions import MAX_REPLICAS, SessionTable
+from ropewalk.agents.sessions import MAX_REPLICAS, MAX_SPOKE, SessionTable
 
 
 def test_a_turn_returns_the_agents_before_it() -> None:
@@ -73,6 +73,27 @@ def test_replicas_are_listed_most_recent_first_and_bounded() -> None:
     assert state is not None
     assert state.replicas[0] == "r3"
     assert len(state.replicas) == MAX_REPLICAS
+
+
+def test_it_is_known_where_each_agent_spoke_last() -> None:
+    table = SessionTable()
+    for time_s, (agent, replica) in enumerate([("a", "r0"), ("b", "r1"), ("a", "r2"), (None, "r3")]):
+        table.update("s", agent, replica, float(time_s))
+    table.update("s", "b", "r9", 0.5)
+    table.update("s", "c", "r4", 0.5)
+    state = table.get("s")
+    assert state is not None
+    assert state.spoke == {"a": ("r2", 2.0), "b": ("r1", 1.0), "c": ("r4", 0.5)}
+    table.update("s", "b", "r5", 1.5)
+    assert state.spoke["b"] == ("r5", 1.5), "later than its own last turn, though not than the session's"
+    table.rename_agent("a", "d")
+    table.rename_agent("b", None)
+    table.rename_agent("c", "d")
+    assert state.spoke == {"d": ("r2", 2.0)}, "of two that are one, the later turn"
+    for number in range(MAX_SPOKE):
+        table.update("s", f"x{number}", "r0", 10.0 + number)
+    assert len(state.spoke) == MAX_SPOKE
+    assert "d" not in state.spoke, "who has been silent longest is forgotten"
 
 
 def test_silent_sessions_are_forgotten() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -16,19 +18,17 @@ from ray.exceptions import ActorUnavailableError
 
 from ropewalk.kernels.keys import as_tokens
 from ropewalk.scheduler import actor as actor_module
+from ropewalk.scheduler import client as client_module
 from ropewalk.scheduler.actor import (
     ACTOR_NAME,
     ACTOR_NAMESPACE,
-    MAX_BUFFERED,
-    SchedulerClient,
     SchedulerService,
-    SchedulerUnavailableError,
     anchors_path,
-    failure_reason,
     get_or_create_scheduler,
     stop_scheduler,
 )
 from ropewalk.scheduler.anchors import Anchor, AnchorBook, AnchorMessage, AnchorUpdate
+from ropewalk.scheduler.client import MAX_BUFFERED, SchedulerClient, SchedulerUnavailableError, failure_reason
 from ropewalk.scheduler.snapshot import EMPTY_SNAPSHOT
 from ropewalk.scheduler.state import Observation, SchedulerSettings
 
@@ -97,6 +97,53 @@ def test_a_state_file_that_cannot_be_written_is_counted_and_harmless(tmp_path: P
     assert sum(service.status()["save_failures"].values()) >= 1
 
 
+def test_two_schedulers_do_not_write_the_same_file(tmp_path: Path) -> None:
+    settings = SchedulerSettings(state_path=str(tmp_path / "state.json"), save_interval_s=0.05)
+    first = SchedulerService(settings)
+    first.observe([turn("a")])
+    assert first.save()
+    second = SchedulerService(settings)
+    second.observe([turn("b")])
+    assert second.save() is False
+    assert second.status()["save_failures"]["InUse"] >= 1
+    assert SchedulerService(settings).graph()["agents"][0]["id"] == "a"
+
+
+def end(service: SchedulerService) -> None:
+    """What is left of a service when its process ends."""
+    assert service._file_lock is not None
+    service._file_lock.release()
+
+
+def test_a_scheduler_goes_on_with_the_file_of_one_that_ended_but_not_with_what_another_has_written(
+    tmp_path: Path,
+) -> None:
+    settings = SchedulerSettings(state_path=str(tmp_path / "state.json"))
+    first = SchedulerService(settings)
+    assert first.save()
+    next_one, other = SchedulerService(settings), SchedulerService(settings)
+    end(first)
+    assert next_one.save(), "the one before was still ending"
+    end(next_one)
+    assert other.save() is False, "what is there is not what it began with"
+
+
+def test_an_unreadable_file_of_another_scheduler_stays_where_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    first = SchedulerService(SchedulerSettings(state_path=str(path)))
+    assert first.save()
+    path.write_text('{"format": 999}')
+    second = SchedulerService(SchedulerSettings(state_path=str(path)))
+    assert second.status()["start"] == "unknown-format"
+    assert path.exists()
+
+
+def test_a_replica_whose_clock_is_ahead_does_not_end_the_sessions_of_others() -> None:
+    service = SchedulerService()
+    service.observe([turn("a", "s", time.time()), turn("b", "t", time.time() + 86_400)])
+    until(lambda: (found := service.snapshot()) is not None and found.sessions.keys() == {"s", "t"})
+
+
 def test_a_damaged_file_is_named_and_put_aside(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     path.write_text('{"format": 999}')
@@ -126,6 +173,7 @@ def test_damaged_anchors_are_put_aside_and_the_state_is_kept(tmp_path: Path) -> 
     service.observe([turn("a"), turn("b")])
     assert service.save()
     anchors_path(path).write_text("{")
+    end(service)
     again = SchedulerService(SchedulerSettings(state_path=str(path)))
     assert again.status()["start"] == "restored"
     assert again.anchors() == []
@@ -233,6 +281,19 @@ def test_every_failure_has_a_name() -> None:
 
 # With Ray
 
+SECOND_CLUSTER = """
+import sys, ray
+from ropewalk.scheduler.actor import get_or_create_scheduler
+from ropewalk.scheduler.state import Observation, SchedulerSettings
+ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 1024**2,
+         _temp_dir=sys.argv[1])
+actor = get_or_create_scheduler(SchedulerSettings())
+ray.get(actor.observe.remote([Observation("s", "theirs", None, "m", "r0", "n0", 1.0)]))
+print(*(agent["id"] for agent in ray.get(actor.graph.remote())["agents"]), flush=True)
+input()
+ray.kill(actor)
+"""
+
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
@@ -250,6 +311,28 @@ def cluster() -> Iterator[None]:
         )
         yield
         ray.shutdown()
+
+
+def test_clusters_side_by_side_have_a_scheduler_each(settings: SchedulerSettings) -> None:
+    import ray
+
+    actor = get_or_create_scheduler(settings)
+    ray.get(actor.observe.remote([turn("ours")]))
+    with tempfile.TemporaryDirectory(prefix="rw-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        command = [sys.executable, "-c", SECOND_CLUSTER, folder]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+        environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        ) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            assert process.stdout.readline().split() == ["theirs"]
+            assert [agent["id"] for agent in ray.get(actor.graph.remote())["agents"]] == ["ours"]
+            process.stdin.write("\n")
+            process.stdin.close()
+            assert process.wait(60) == 0
+    assert ray.get(actor.status.remote())["agents"] == 1, "the end of one is nothing to the other"
 
 
 @pytest.fixture
@@ -338,7 +421,7 @@ class Shared:
 def test_an_anchor_that_one_replica_learned_reaches_another(
     settings: SchedulerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actor_module, "ANCHOR_SYNC_S", 0.1)
+    monkeypatch.setattr(client_module, "ANCHOR_SYNC_S", 0.1)
     clients = [SchedulerClient(settings), SchedulerClient(settings)]
     shared = [Shared("r0"), Shared("r1")]
     for number in range(2):
@@ -365,7 +448,7 @@ def test_an_anchor_that_one_replica_learned_reaches_another(
 def test_a_hanging_scheduler_holds_nobody_up(settings: SchedulerSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
-    monkeypatch.setattr(actor_module, "CALL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(client_module, "CALL_TIMEOUT_S", 0.3)
     actor = get_or_create_scheduler(settings)
     pid = ray.get(actor.pid.remote())
     client = SchedulerClient(settings)

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ropewalk.cluster.cli import UserError, graph, main
-from ropewalk.scheduler.state import Observation, SchedulerState, graph_payload
+from ropewalk.scheduler.graph import graph_payload
+from ropewalk.scheduler.state import Observation, SchedulerState
 
 
 def learned(agents: list[str]) -> SchedulerState:

@@ -30,7 +30,7 @@ from ropewalk.scheduler.prewarm import (
     decide,
     home_of,
 )
-from ropewalk.scheduler.snapshot import EMPTY_SNAPSHOT, LIVE_S, AgentView, Snapshot, Stand, Warmth
+from ropewalk.scheduler.snapshot import EMPTY_SNAPSHOT, LIVE_S, AgentView, SessionView, Snapshot, Stand, Warmth
 from ropewalk.scheduler.state import Observation, SchedulerState
 
 NOW = 1000.0
@@ -49,7 +49,7 @@ def snapshot_of(**changes: Any) -> Snapshot:
         "groups": {"a": Predictability(0.9, 100)},
         "stands": (Stand("s", ("a",), "a", NOW - 1),),
         "outlooks": {("a",): (("b", 1.0),)},
-        "sessions": {"s": ("a", ("r0",), 100)},
+        "sessions": {"s": SessionView("a", ("r0",), 100)},
         "replicas": {"m": REPLICAS["m"]},
         "agents": {"a": view("a"), "b": view("b")},
     }
@@ -116,7 +116,7 @@ def test_while_too_much_is_wasted_nothing_is_warmed() -> None:
 
 def test_an_agent_of_another_model_is_warmed_where_the_session_used_that_model_last() -> None:
     agents = {"a": view("a"), "b": view("b", model="n")}
-    snapshot = snapshot_of(agents=agents, replicas=REPLICAS, sessions={"s": ("a", ("r0", "s1"), 100)})
+    snapshot = snapshot_of(agents=agents, replicas=REPLICAS, sessions={"s": SessionView("a", ("r0", "s1"), 100)})
     decided = {r: decide(situation(snapshot, model="n", replica=r), SETTINGS).agent for r in ("s0", "s1")}
     assert decided == {"s0": None, "s1": "b"}
     assert decide(situation(snapshot), SETTINGS).verdict == Verdict.NO_ANCHOR
@@ -127,9 +127,16 @@ def test_a_session_without_a_replica_of_the_model_is_at_home_where_the_router_wo
     warm = (Warmth("gone", "z", NOW), Warmth("s1", "y", NOW - 500))
     snapshot = snapshot_of(agents={"b": view("b", *warm, model="n")}, replicas=REPLICAS)
     assert home_of("b", stand, snapshot, "n") == "s1", "where the anchor was used"
-    cold = dataclasses.replace(snapshot, agents={}, sessions={"t": ("a", ("s0",), 10)})
+    cold = dataclasses.replace(snapshot, agents={}, sessions={"t": SessionView("a", ("s0",), 10)})
     assert home_of("b", stand, cold, "n") == "s1", "the one with fewer sessions"
     assert home_of("b", stand, snapshot, "none") is None
+
+
+def test_an_agent_is_at_home_where_it_spoke_in_the_session_not_where_another_spoke_last() -> None:
+    stand = Stand("s", ("b", "a"), "b", NOW)
+    spoke = SessionView("a", ("r1", "r0"), 100, NOW, {"b": ("r0", NOW), "a": ("r1", NOW)})
+    snapshot = snapshot_of(replicas=REPLICAS, sessions={"s": spoke})
+    assert (home_of("b", stand, snapshot, "m"), home_of("a", stand, snapshot, "m")) == ("r0", "r1")
 
 
 replicas = st.sampled_from(["r0", "r1", "s0", "s1", "gone"])

@@ -8,21 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ropewalk.scheduler.retention import (
+from ropewalk.scheduler.foresight import (
     END,
     MAX_RENEWED,
     NEWCOMERS,
-    RULES,
     SILENCE,
     STALE_AFTER,
-    Anchors,
-    FirstOrder,
     Foresight,
     Pauses,
-    Retention,
     SessionEnds,
-    TtlPin,
 )
+from ropewalk.scheduler.retention import MAX_AGENTS, Anchors, FirstOrder, Retention, TtlPin
+from ropewalk.scheduler.rules import RULES
 
 PIPELINE = ("plan", "search", "write", "check")
 
@@ -274,3 +271,12 @@ def test_a_prewarmed_anchor_is_worth_what_it_would_be_had_sessions_used_it_and_n
         same.used(session, "check", ["warm"])
     assert rule.worth(rule._uses["warm"]) == pytest.approx(same.worth(same._uses["warm"]))
     assert rule.worth(rule._uses["warm"]) > 0
+
+
+def test_agents_that_are_named_anew_for_each_task_are_forgotten() -> None:
+    rule = Foresight()
+    for number in range(2 * MAX_AGENTS):
+        rule.begin(f"s{number}", f"worker-{number}", float(number))
+        rule.used(f"s{number}", f"worker-{number}", ["shared"])
+    assert len(rule._learner.agents) <= MAX_AGENTS + 1, "and the end of a session"
+    assert len(rule._uses["shared"].agents) <= MAX_AGENTS

@@ -15,6 +15,7 @@ from ropewalk.scheduler.routing import (
     ANCHOR_SLACK,
     RELATIVE_SLACK,
     SESSION_SLACK,
+    UNEVEN,
     LocalAffinity,
     ReplicaView,
     RequestHints,
@@ -66,10 +67,21 @@ def test_what_the_router_did_is_newer_than_the_snapshot() -> None:
 def test_a_session_leaves_a_replica_that_is_too_busy() -> None:
     local = LocalAffinity()
     local.remember("r0", "s", None)
-    stays = rank_replicas(RequestHints("s"), views(SESSION_SLACK, 0), None, local)
-    leaves = rank_replicas(RequestHints("s"), views(SESSION_SLACK + 1, 0), None, local)
-    assert stays.order == ["r0", "r1"]
-    assert (leaves.order, leaves.reason) == (["r1", "r0"], RouteReason.SESSION_BUSY)
+    others = [0] * (SESSION_SLACK + 2)
+    stays = rank_replicas(RequestHints("s"), views(SESSION_SLACK, *others), None, local)
+    leaves = rank_replicas(RequestHints("s"), views(SESSION_SLACK + 1, *others), None, local)
+    assert (stays.order[0], stays.reason) == ("r0", RouteReason.SESSION)
+    assert leaves.order[0] != "r0"
+    assert leaves.reason is RouteReason.SESSION_BUSY
+
+
+@pytest.mark.parametrize(("queues", "first"), [((1, 0), "r0"), ((2, 0), "r1"), ((4, 3), "r0"), ((6, 2), "r1")])
+def test_a_session_does_not_make_its_replica_s_queue_one_and_a_half_times_the_mean(
+    queues: tuple[int, int], first: str
+) -> None:
+    local = LocalAffinity()
+    local.remember("r0", "s", None)
+    assert rank_replicas(RequestHints("s"), views(*queues), None, local).order[0] == first
 
 
 def test_each_agent_of_a_session_goes_back_to_where_it_spoke_in_it() -> None:
@@ -85,6 +97,80 @@ def test_each_agent_of_a_session_goes_back_to_where_it_spoke_in_it() -> None:
     assert new.reason is RouteReason.SPREAD
     idle = rank_replicas(RequestHints("s", "critic"), views(0, 0, 0), None, local)
     assert idle.order[0] == "r1", "of equals, where the session was last"
+
+
+def test_several_routers_send_the_agents_of_a_session_alike() -> None:
+    """The first routed all turns of a session; the second knows what the scheduler has heard of them."""
+    first, second = LocalAffinity(), LocalAffinity()
+    first.remember("r0", "s", "planner", 1.0)
+    first.remember("r1", "s", "coder", 2.0)
+    known = snapshot(("s", "planner", "r0"), ("s", "coder", "r1"))
+    for agent, replica in (("planner", "r0"), ("coder", "r1")):
+        for local in (first, second):
+            ranking = rank_replicas(RequestHints("s", agent), views(0, 0, 0), known, local)
+            assert (ranking.order[0], ranking.reason) == (replica, RouteReason.SESSION)
+    new = rank_replicas(RequestHints("s", "critic"), views(1, 1, 0), known, second)
+    assert (new.order[0], new.reason) == ("r2", RouteReason.SPREAD)
+
+
+def test_a_later_turn_of_another_router_counts_more_than_an_earlier_one_of_ones_own() -> None:
+    state = SchedulerState()
+    local = LocalAffinity()
+
+    def turn(replica: str, time_s: float) -> None:
+        state.observe(Observation("s", "planner", None, "m", replica, "n", time_s, prompt_tokens=900))
+
+    def chosen() -> str:
+        return rank_replicas(RequestHints("s", "planner"), views(0, 0, 0), state.snapshot(), local).order[0]
+
+    turn("r0", 9.0)
+    local.remember("r1", "s", "planner", 10.0)
+    assert chosen() == "r1", "the scheduler has not heard of it yet"
+    turn("r1", 11.0)
+    assert chosen() == "r1"
+    turn("r2", 12.0)
+    assert chosen() == "r2"
+
+
+def test_a_turn_of_another_agent_says_nothing_of_where_this_one_spoke() -> None:
+    """Agents of a session may run side by side."""
+    state = SchedulerState()
+    local = LocalAffinity()
+    state.observe(Observation("s", "a", None, "m", "r0", "n", 1.0))
+    local.remember("r2", "s", "a", 2.5)
+    state.observe(Observation("s", "b", None, "m", "r1", "n", 3.05))
+    asked = RequestHints("s", "a")
+    assert rank_replicas(asked, views(0, 0, 0), state.snapshot(), local).order[0] == "r2", "on its way"
+    state.observe(Observation("s", "a", None, "m", "r2", "n", 3.0))
+    assert rank_replicas(asked, views(0, 0, 0), state.snapshot(), LocalAffinity()).order[0] == "r2", "reported late"
+
+
+def test_the_loss_of_the_last_replica_of_a_session_is_no_loss_to_its_other_agents() -> None:
+    local = LocalAffinity()
+    local.remember("r0", "s", "a")
+    local.remember("r1", "s", "b")
+    local.keep_only(["r0", "r2"])
+    ranking = rank_replicas(RequestHints("s", "a"), [ReplicaView("r2"), ReplicaView("r0")], None, local)
+    assert (ranking.order[0], ranking.reason) == ("r0", RouteReason.SESSION)
+
+
+def test_a_turn_without_an_agent_goes_where_another_router_sent_a_later_one() -> None:
+    state = SchedulerState()
+    local = LocalAffinity()
+    local.remember("r0", "s", None, 1.0)
+    state.observe(Observation("s", None, None, "m", "r2", "n", 5.0))
+    assert rank_replicas(RequestHints("s"), views(0, 0, 0), state.snapshot(), local).order[0] == "r2"
+
+
+def test_an_agent_that_gets_a_name_later_goes_where_it_spoke_without_one() -> None:
+    state = SchedulerState()
+    local = LocalAffinity()
+    for number, name in enumerate((None, None, "planner")):
+        state.observe(Observation("s", name, ANCHOR, "m", "r1", "n", float(number)))
+    unnamed = agent_key(RequestHints("s", None, ANCHOR), None)
+    local.remember("r1", "s", unnamed, 0.0)
+    ranking = rank_replicas(RequestHints("s", "planner", ANCHOR), views(0, 1, 0), state.snapshot(), local)
+    assert (ranking.order[0], ranking.reason) == ("r1", RouteReason.SESSION)
 
 
 @pytest.mark.parametrize(("reuse", "expected"), [(True, "r1"), (False, "r2")])
@@ -189,7 +275,7 @@ def test_replicas_that_are_gone_are_not_chosen() -> None:
     ranking = rank_replicas(RequestHints("s", "planner"), views(0, 0), known, local)
     assert sorted(ranking.order) == ["r0", "r1"]
     local.keep_only(["r0"])
-    assert local.session_replica("s") is None
+    assert local.session_sent("s") is None
     assert local.agent_replicas("planner") == []
     local.check_integrity()
 
@@ -229,6 +315,9 @@ def test_imbalance_is_bounded_and_every_replica_is_ranked_once(
     assert sorted(ranking.order) == sorted(replica for replica, _ in queues)
     assert ranking.reason is not RouteReason.FALLBACK
     queue, mean = dict(queues), sum(n for _, n in queues) / len(queues)
+    if ranking.reason is RouteReason.SESSION and mean >= 1:
+        longest = max(UNEVEN * (mean + 1 / len(queue)) - 1, mean * (1 + RELATIVE_SLACK))
+        assert queue[ranking.order[0]] <= longest
     slack = {RouteReason.SESSION: SESSION_SLACK, RouteReason.ANCHOR: ANCHOR_SLACK}.get(ranking.reason, ANCHOR_SLACK)
     assert queue[ranking.order[0]] <= max(min(queue.values()) + slack, mean * (1 + RELATIVE_SLACK))
     assert rank_replicas(hints, candidates, snapshot(*published), local) == ranking, "the same knowledge decides alike"
@@ -272,13 +361,14 @@ class AffinityMachine(RuleBasedStateMachine):
     @rule(replica=ids, session=st.none() | st.sampled_from("uvwxyz"), agent=st.none() | st.sampled_from("abcd"))
     def remember(self, replica: str, session: str | None, agent: str | None) -> None:
         self.local.remember(replica, session, agent)
-        assert session is None or self.local.session_replica(session) == replica
+        sent = self.local.session_sent(session)
+        assert session is None or (sent is not None and sent.replica == replica)
         assert agent is None or self.local.agent_replicas(agent)[0] == replica
 
     @rule(alive=st.sets(ids))
     def keep_only(self, alive: set[str]) -> None:
         self.local.keep_only(alive)
-        assert all(self.local.session_replica(s) in {*alive, None} for s in "uvwxyz")
+        assert all(sent.replica in alive for sent in map(self.local.session_sent, "uvwxyz") if sent is not None)
 
     @invariant()
     def integrity(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from ropewalk.agents.sketch import AnchorSketch, anchor_sketch
+from ropewalk.scheduler.graph import graph_payload
 from ropewalk.scheduler.snapshot import LIVE_S, Snapshot
 from ropewalk.scheduler.state import (
     MAX_WARM_REPLICAS,
@@ -20,7 +22,6 @@ from ropewalk.scheduler.state import (
     SchedulerSettings,
     SchedulerState,
     StateFormatError,
-    graph_payload,
     load_state,
     save_state,
 )
@@ -87,7 +88,7 @@ def test_a_snapshot_says_what_a_router_asks() -> None:
         ]
     )
     snapshot = state.snapshot()
-    assert snapshot.sessions["s"] == ("coder", ("r1", "r0"), 700)
+    assert snapshot.sessions["s"] == ("coder", ("r1", "r0"), 700, 2.0, {"planner": ("r0", 1.0), "coder": ("r1", 2.0)})
     assert snapshot.agent_of(None, SKETCHES[0]) == "planner"
     assert snapshot.agent_of(None, SKETCHES[1]) is None
     assert snapshot.agents["planner"].next[0][0] == "coder"
@@ -284,7 +285,10 @@ def test_what_was_learned_is_the_same_after_a_restart() -> None:
     for some in (state, again):
         some.observe(observation("s0", "o", time_s=60.0))
         some.observe(observation("s0", "a", time_s=61.0))
-    assert again.sessions.get("s0") == state.sessions.get("s0"), "a session goes on where it stood"
+    before, after = state.sessions.get("s0"), again.sessions.get("s0")
+    assert before is not None
+    spoke = {"o": ("r0", 60.0), "a": ("r0", 61.0)}
+    assert after == dataclasses.replace(before, spoke=spoke), "a session goes on where it stood"
 
 
 def test_a_restart_with_a_smaller_order_keeps_what_fits() -> None:

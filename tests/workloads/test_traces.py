@@ -8,7 +8,9 @@ from collections import defaultdict
 
 import pytest
 
-from ropewalk.scheduler.retention import RULES, Anchors, Foresight, Retention
+from ropewalk.scheduler.foresight import Foresight
+from ropewalk.scheduler.retention import Anchors, Retention
+from ropewalk.scheduler.rules import RULES
 from ropewalk.workloads.block_cache import BlockCache, Clairvoyant, Foretold, block_names, hit_rate
 from ropewalk.workloads.traces import MAX_TURNS, NUM_AGENTS, PATTERNS, Sizes, TraceTurn, chat, in_waves, transcripts
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ropewalk.scheduler.retention import RULES
+from ropewalk.scheduler.rules import RULES
 from ropewalk.workloads.simulate.cache import ReplicaCache
 from ropewalk.workloads.simulate.measures import Distribution, Queues
 from ropewalk.workloads.simulate.replica import Replica, Running, Service

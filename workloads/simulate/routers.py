@@ -25,7 +25,7 @@ MATCH_RATE = 0.1
 """Share of a prompt that has to match, as Ray has it: else the replica goes that was sent the fewest characters."""
 
 SNAPSHOT_S = 0.5
-"""Seconds between two snapshots of the scheduler that a router sees, as `ropewalk.scheduler.actor` has it."""
+"""Seconds between two snapshots of the scheduler that a router sees, as `ropewalk.scheduler.client` has it."""
 
 
 ROUTER_SESSIONS = LocalAffinity().max_sessions
@@ -188,7 +188,7 @@ class Rank:
         hints = RequestHints(request.session, agent, self._sketch(request), CHARS_PER_TOKEN * request.num_prompt)
         ranking = rank_replicas(hints, views, self._snapshot, self._affinity, agent)
         self.reasons[str(ranking.reason)] += 1
-        self._affinity.remember(ranking.order[0], request.session, agent)
+        self._affinity.remember(ranking.order[0], request.session, agent, now_s)
         return self._numbers[ranking.order[0]]
 
     def _sketch(self, request: Request) -> AnchorSketch | None:

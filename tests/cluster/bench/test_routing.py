@@ -78,13 +78,14 @@ def test_rounds_are_shown_by_their_medians(capsys):
 
 
 def test_a_ratio_of_percentiles_has_an_interval():
-    base = [float(value) for value in range(1, 101)]
+    base = [[float(10 * session + turn) for turn in range(1, 11)] for session in range(10)]
     same = outage.ratio_of_p95(base, base, 0)
-    assert same["ratio"] == 1.0
-    assert same["low"] < 1.0 < same["high"]
-    slow = outage.ratio_of_p95([2 * value for value in base], base, 0)
+    assert same == {"ratio": 1.0, "low": 1.0, "high": 1.0}, "the same sessions are drawn for both"
+    slow = outage.ratio_of_p95([[2 * value for value in values] for values in base], base, 0)
     assert slow["ratio"] == 2.0
-    assert slow["low"] > 1.5
+    assert slow["low"] > 1.9
+    other = outage.ratio_of_p95(base[::-1], base, 0)
+    assert other["low"] < 1.0 < other["high"]
     period = {"requests": 100, "errors": 0, "turn_ms": {"p50": 50.0, "p95": 95.0}, "p95_ratio": same}
     print_outage({"rate": 2.0, "periods": {"undisturbed": period}})
 

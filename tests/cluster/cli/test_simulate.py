@@ -9,7 +9,8 @@ import pytest
 
 from ropewalk.cluster.bench import simulation
 from ropewalk.cluster.cli import main
-from ropewalk.scheduler.retention import Foresight, Retention
+from ropewalk.scheduler.foresight import Foresight
+from ropewalk.scheduler.retention import Retention
 from ropewalk.workloads.block_cache import hit_rate
 from ropewalk.workloads.traces import chat
 

@@ -12,7 +12,8 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from ropewalk.cluster.engine.pool import WINDOW, PoolOrder
-from ropewalk.scheduler.retention import Anchors, Foresight, Retention
+from ropewalk.scheduler.foresight import Foresight
+from ropewalk.scheduler.retention import Anchors, Retention
 
 BLOCK = 16
 

@@ -27,8 +27,8 @@ from ropewalk.cluster.store.sessions import SessionFiles
 from ropewalk.cluster.store.worth import FOLDER, MAX_CHUNKS, Worth
 from ropewalk.kernels.gear import ChunkSizes
 from ropewalk.kernels.keys import Domain, as_tokens, chain_key, content_key, root_key
+from ropewalk.scheduler.foresight import Foresight
 from ropewalk.scheduler.plan import Piece, Plan, empty_plan
-from ropewalk.scheduler.retention import Foresight
 
 BUDGET = 1 << 28
 PLACE = ("model", "t")

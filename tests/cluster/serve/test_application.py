@@ -30,11 +30,8 @@ def test_a_replica_on_cpus_does_not_ask_for_the_whole_machine(fields: dict[str, 
         ({}, None),
         ({"prewarm": {"enabled": True}}, PrewarmSettings()),
         ({"prewarm": {"enabled": True, "r_min": 0.5, "window_s": 20}}, PrewarmSettings(r_min=0.5, window_s=20)),
-        ({"prewarm": {"enabled": True}, "scheduler": {"enabled": False}}, None),
     ],
 )
-def test_nothing_is_prewarmed_without_the_setting_or_the_scheduler(
-    fields: dict[str, Any], expected: PrewarmSettings | None
-):
+def test_nothing_is_prewarmed_without_the_setting(fields: dict[str, Any], expected: PrewarmSettings | None):
     config = parse_config({"models": [{"source": "recall-mla"}], **fields}, "test")
     assert prewarm_settings(config) == expected

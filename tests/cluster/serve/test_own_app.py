@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 from ropewalk.cluster.models import resolve
-from ropewalk.cluster.serve.local import end_processes, free_port
+from ropewalk.cluster.serve.local import free_port
+from ropewalk.cluster.serve.processes import end_processes
 
 EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "own_llm_app.py"
 START_S = 300.0

@@ -12,8 +12,8 @@ from vllm.exceptions import VLLMValidationError
 
 from ropewalk.cluster.serve.ingress import AgentIngress, AnchorBody, UnknownModelError
 from ropewalk.cluster.serve.server import AgentServer, AnchorCall
-from ropewalk.scheduler.actor import SchedulerUnavailableError
 from ropewalk.scheduler.anchors import MIN_ANCHOR_TOKENS, Anchor
+from ropewalk.scheduler.client import SchedulerUnavailableError
 
 TOKENS = list(range(1000, 1064))
 REQUEST: Any = SimpleNamespace()

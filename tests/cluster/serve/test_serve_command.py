@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from ropewalk.cluster.cli import main
-from ropewalk.cluster.serve.local import remove_stale_stores, shared_memory_of
+from ropewalk.cluster.serve.local import remove_stale_stores
+from ropewalk.cluster.serve.processes import shared_memory_of
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -15,8 +15,8 @@ from ropewalk.cluster.engine.request import RequestReport, RequestSettings
 from ropewalk.cluster.serve import prewarm as module
 from ropewalk.cluster.serve.prewarm import Prewarmer
 from ropewalk.kernels.keys import Tokens, as_tokens
-from ropewalk.scheduler.actor import SchedulerUnavailableError
 from ropewalk.scheduler.anchors import AnchorTable
+from ropewalk.scheduler.client import SchedulerUnavailableError
 from ropewalk.scheduler.handovers import Predictability
 from ropewalk.scheduler.prewarm import MIN_OUTCOMES, PrewarmSettings
 from ropewalk.scheduler.snapshot import EMPTY_SNAPSHOT, AgentView, Snapshot, Stand

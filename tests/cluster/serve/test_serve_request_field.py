@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ropewalk.cluster.engine.request import RequestSettings
+from ropewalk.cluster.serve.hints import request_hints
 from ropewalk.cluster.serve.settings import RequestRefused, peek_session, read_settings
 
 
@@ -103,3 +105,19 @@ def test_what_a_router_sees_is_what_the_server_reads() -> None:
     field, headers = {"session": "s", "reuse": "exact"}, {"x-agent": "planner"}
     settings = settings_of(field, headers)
     assert peek_session({"ropewalk": field}, headers) == (settings.session, settings.agent)
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_chars"),
+    [
+        ({"messages": [{"content": "abc"}, {"content": None}, {"content": "de"}]}, 5),
+        ({"messages": [{"content": [{"type": "text", "text": "abc"}, {"type": "image_url"}, "odd"]}]}, 3),
+        ({"prompt": "abcd"}, 4),
+        ({"prompt": ["abcd", "e"]}, 4),
+        ({"prompt": [1, 2, 3]}, 12),
+        ({"prompt": [[1, 2], [3]]}, 8),
+        ({"prompt": []}, 0),
+    ],
+)
+def test_how_long_a_prompt_is_about(fields: dict[str, Any], num_chars: int) -> None:
+    assert request_hints(SimpleNamespace(**fields), {}).num_prompt_chars == num_chars

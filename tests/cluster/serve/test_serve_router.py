@@ -35,10 +35,12 @@ def router() -> AgentRouter:
     made.reasons = Counter()
     made._affinity = LocalAffinity()
     made._ongoing = Counter()
+    made._alive = set()
     made._scheduler = None
     made._has_store = True
     made._mode = "exact"
     made._replica_queue_len_cache = ReplicaQueueLengthCache()
+    made._use_replica_queue_len_cache = False
     return made
 
 
@@ -59,7 +61,7 @@ async def test_a_long_history_is_waited_for_where_no_store_has_it(router: AgentR
     router._has_store = store
     replicas = [replica("a"), replica("b")]
     router._affinity.remember("a", "s", None)
-    router._ongoing["a"] = 3
+    router._ongoing["a"] = 1
     body = SimpleNamespace(messages=[{"role": "user", "content": "x" * 8000}], tools=None, model_extra={})
     asked = request(args=[body, SimpleNamespace(headers={"x-session-id": "s"})])
     assert first_of(await router.choose_replicas(replicas, asked)) == goes_to
@@ -74,13 +76,26 @@ async def test_every_replica_is_ranked_once(router: AgentRouter) -> None:
 
 async def test_requests_that_run_count_although_ray_has_forgotten_their_replica_s_queue(router: AgentRouter) -> None:
     busy, idle = replica("busy"), replica("idle")
+    router._alive = {"busy", "idle"}
     for _ in range(3):
-        router.on_request_routed(request(), busy.replica_id, None)
+        router.on_send_request(busy.replica_id)
     assert first_of(await router.choose_replicas([busy, idle], request())) == "idle"
     for _ in range(3):
         router.on_request_completed(busy.replica_id, "id")
-    router.on_request_routed(request(), idle.replica_id, None)
+    router.on_send_request(idle.replica_id)
     assert first_of(await router.choose_replicas([busy, idle], request())) == "busy"
+
+
+async def test_what_a_replica_that_is_gone_completes_leaves_nothing_behind(router: AgentRouter) -> None:
+    gone = replica("gone")
+    router.on_send_request(gone.replica_id)
+    router.on_request_completed(gone.replica_id, "id")
+    assert not router._ongoing
+
+
+async def test_a_session_of_more_characters_than_a_name_may_have_is_not_remembered(router: AgentRouter) -> None:
+    await router.choose_replicas([replica("a"), replica("b")], request("s" * 257))
+    assert not router._affinity._sessions
 
 
 @pytest.mark.parametrize("args", [[], [None], [object(), None], [SimpleNamespace(messages=5), "x"]])

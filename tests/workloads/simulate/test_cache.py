@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ropewalk.scheduler.retention import RULES, Retention
+from ropewalk.scheduler.retention import Retention
+from ropewalk.scheduler.rules import RULES
 from ropewalk.workloads.block_cache import BlockCache
 from ropewalk.workloads.simulate.cache import WINDOW, ReplicaCache
 from ropewalk.workloads.simulate.request import Request

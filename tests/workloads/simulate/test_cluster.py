@@ -7,7 +7,7 @@ from itertools import islice
 
 import pytest
 
-from ropewalk.scheduler.retention import RULES
+from ropewalk.scheduler.rules import RULES
 from ropewalk.workloads.simulate.cluster import Cluster, ClusterSettings
 from ropewalk.workloads.simulate.replica import Service
 from ropewalk.workloads.simulate.request import Request

@@ -121,8 +121,8 @@ def test_the_tree_of_prefixes_needs_no_imbalance_by_default_as_rays_does_not():
 
 def test_ours_forgets_sessions_beyond_those_that_it_remembers():
     rank = Rank(4, 0.0, max_sessions=2)
-    for number in range(3):
+    for number in range(9):
         rank.choose(request(range(4000), f"s{number}"), [0] * 4, 0.0)
-    for session, reason in (("s2", "session"), ("s0", "spread")):
+    for session, reason in (("s8", "session"), ("s0", "spread")):
         rank.choose(request(range(4000), session), [0] * 4, 1.0)
-        assert rank.reasons[reason] == {"session": 1, "spread": 4}[reason]
+        assert rank.reasons[reason] == {"session": 1, "spread": 10}[reason]
