@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 import random
 import time
@@ -63,6 +64,12 @@ def prepare(config: ReplayConfig) -> tuple[Program, list[Session]]:
         for turn in session.turns:
             program.messages(session, turn.index, recorded)
     return program, sessions
+
+
+def arrival_times(seed: int, indices: Sequence[int], rate: float) -> list[float]:
+    """When the sessions with these numbers arrive, in seconds from the beginning: Poisson, `rate` a second."""
+    gaps = (random.Random(f"{seed}/{index}/arrival").expovariate(rate) for index in indices)
+    return list(itertools.accumulate(gaps))
 
 
 async def run_until(work: Awaitable[None], seconds: float | None, stop: asyncio.Event | None) -> bool:
@@ -144,10 +151,10 @@ class Arm:
 
     async def _open_loop(self, sessions: Sequence[Session], rate: float) -> None:
         async with asyncio.TaskGroup() as group:
-            arrival = self._now()
-            for session in sessions:
-                arrival += random.Random(f"{self.config.seed}/{session.index}/arrival").expovariate(rate)
-                group.create_task(self._arrive(session, arrival))
+            begin = self._now()
+            arrivals = arrival_times(self.config.seed, [session.index for session in sessions], rate)
+            for session, arrival in zip(sessions, arrivals, strict=True):
+                group.create_task(self._arrive(session, begin + arrival))
 
     async def _arrive(self, session: Session, arrival: float) -> None:
         await asyncio.sleep(max(0.0, arrival - self._now()))

@@ -16,7 +16,7 @@ from ropewalk.cluster.serve.local import LocalCluster
 INTERVAL_S = 0.2
 
 TIMEOUT_S = 2.0
-"""A replica that does not answer for so long is left out of a sample."""
+"""A sample is left out when a replica does not answer for so long."""
 
 Sample = tuple[float, list[int]]
 """Seconds since the sampling began, and the requests running or waiting on each replica."""

@@ -3,7 +3,7 @@
 Each arm is a cluster of its own, started for it and stopped, so that no arm finds what another has computed. It gets
 the same two loads, of sessions whose lengths are skewed (most are short, few are long):
 
-    saturation   so many sessions at once that the replicas have always more to do: turns a second
+    saturation   so many sessions at once that the replicas have always more to do: turns a second, until none is left
     open loop    sessions that arrive at random, at a rate near the saturation of the first arm: TTFT
 """
 
@@ -116,9 +116,9 @@ def run(args: argparse.Namespace) -> int:
     from ropewalk.cluster.serve.local import StartError
 
     check_writable("--json", args.json)
-    for name in ("sessions", "rounds"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name} must be at least 1, not {getattr(args, name)}")
+    for name, least in (("sessions", AT_ONCE + 1), ("rounds", 1)):
+        if getattr(args, name) < least:
+            raise UserError(f"--{name} must be at least {least}, not {getattr(args, name)}")
     if args.rate is not None and not 0 < args.rate < 1000:
         raise UserError(f"--rate must be above 0 and below 1000, not {args.rate}")
     report: dict[str, Any] = {"model": MODEL, "seed": args.seed, "sessions": args.sessions, "rate": args.rate}
@@ -131,6 +131,9 @@ def run(args: argparse.Namespace) -> int:
                 result = measure(ARMS[name], args.sessions, args.seed + 2 * number, report["rate"])
             except StartError as error:
                 raise UserError(f"the cluster did not start: {error}") from None
+            except NothingAnsweredError as error:
+                print(f"ropewalk bench routing: {ARMS[name].title}: {error}", file=sys.stderr)
+                return 1
             report["rate"] = report["rate"] or LOAD * result["saturated"]["turns_per_s"]
             report["arms"][name]["runs"].append(result)
             if args.json:
@@ -138,6 +141,10 @@ def run(args: argparse.Namespace) -> int:
     print_routing(report)
     failed = sum(load["errors"] for arm in report["arms"].values() for one in arm["runs"] for load in one.values())
     return 1 if failed else 0
+
+
+class NothingAnsweredError(RuntimeError):
+    """A load of which nothing can be measured."""
 
 
 def measure(arm: RouterArm, num_sessions: int, seed: int, turns_per_s: float | None) -> dict[str, Any]:
@@ -150,7 +157,7 @@ def measure(arm: RouterArm, num_sessions: int, seed: int, turns_per_s: float | N
         rate = turns_per_s or LOAD * saturated["turns_per_s"]
         return {
             "saturated": saturated,
-            "open": sample(cluster, OPEN_SESSIONS * num_sessions, seed + 1, rate=rate / mean_turns()),
+            "open": sample(cluster, OPEN_SESSIONS * num_sessions, seed + 1, turns_per_s=rate),
         }
 
 
@@ -165,8 +172,13 @@ def cluster_config(arm: RouterArm, port: int) -> Any:
 def sample(cluster: Any, num_sessions: int, seed: int, **how: Any) -> dict[str, Any]:
     """Put a load on a cluster, and return its figures and those of the queues meanwhile."""
     with QueueSampler(cluster) as sampler:
-        figures = asyncio.run(load(cluster.endpoint, num_sessions, seed=seed, **how)).summary()
-    queues = [lengths for _, lengths in sampler.samples if sum(lengths)]
+        result = asyncio.run(load(cluster.endpoint, num_sessions, seed=seed, **how))
+    if not result.answered:
+        raise NothingAnsweredError(f"no request was answered: {result.summary()['error_kinds']}")
+    figures = result.summary()
+    if "concurrency" in how:
+        figures["turns_per_s"] = saturated_turns_per_s(result)
+    queues = [lengths for _, lengths in sampler.samples]
     return figures | {
         "uneven_s": longest_uneven_s(sampler.samples, 2),
         "uneven_by_one_s": longest_uneven_s(sampler.samples, 1),
@@ -182,9 +194,9 @@ async def load(
     seed: int,
     words: int | None = None,
     concurrency: int = 1,
-    rate: float | None = None,
+    turns_per_s: float | None = None,
 ) -> ReplayResult:
-    """Run sessions: `concurrency` at a time, or `rate` new ones a second.
+    """Run sessions: `concurrency` at a time, or as they arrive, so that `turns_per_s` are asked for until the last one.
 
     `seed` decides how long sessions are and when they arrive, and, unless `words` does, what is said in them.
     """
@@ -192,6 +204,7 @@ async def load(
     from ropewalk.workloads.config import ReplayConfig
     from ropewalk.workloads.load import Arm, prepare
 
+    lengths = session_lengths(num_sessions, seed)
     config = ReplayConfig(
         endpoint=endpoint,
         sessions=num_sessions,
@@ -200,13 +213,12 @@ async def load(
         anchor_tokens=ANCHOR_TOKENS,
         max_prompt_tokens=MAX_PROMPT_TOKENS,
         concurrency=concurrency,
-        rate=rate,
+        rate=None if turns_per_s is None else session_rate(lengths, seed, turns_per_s),
         seed=seed,
         max_tokens=MAX_TOKENS,
         ignore_eos=True,
     )
     program, sessions = prepare(config if words is None else replace(config, seed=words))
-    lengths = session_lengths(num_sessions, seed)
     skewed = [replace(one, turns=one.turns[:length]) for one, length in zip(sessions, lengths, strict=True)]
     async with ChatClient(config) as client:
         arm = Arm(config, program, client, await client.resolve_model(None), time.perf_counter())
@@ -214,13 +226,24 @@ async def load(
         return arm.result()
 
 
+def session_rate(lengths: Sequence[int], seed: int, turns_per_s: float) -> float:
+    """Return how many sessions a second have to arrive for `turns_per_s`, given how long these are and their gaps."""
+    from ropewalk.workloads.load import arrival_times
+
+    last = arrival_times(seed, range(len(lengths)), 1.0)[-1]
+    return turns_per_s * last / sum(lengths)
+
+
+def saturated_turns_per_s(result: ReplayResult) -> float:
+    """Return turns a second while there were sessions to begin: after that, fewer and fewer are at work."""
+    begun: dict[int, float] = {}
+    for record in result.records:
+        begun[record.session] = min(record.started, begun.get(record.session, record.started))
+    begin, end = min(begun.values()), max(begun.values())
+    return sum(record.ended <= end for record in result.answered) / (end - begin)
+
+
 def session_lengths(num_sessions: int, seed: int) -> list[int]:
     """Draw how many turns each session has."""
     rng = random.Random(f"{seed}/lengths")
     return [min(int(rng.expovariate(1 / (MEAN_TURNS - 0.5))) + 1, MAX_TURNS) for _ in range(num_sessions)]
-
-
-def mean_turns(num_sessions: int = 10_000) -> float:
-    """Return how many turns a session has in the mean."""
-    lengths: Sequence[int] = session_lengths(num_sessions, 0)
-    return sum(lengths) / len(lengths)

@@ -308,9 +308,9 @@ def print_outage(report: Mapping[str, Any]) -> None:
             name,
             str(period["requests"]),
             str(period["errors"]),
-            f"{period['turn_ms']['p50']:.0f}",
-            f"{period['turn_ms']['p95']:.0f}",
-            f"{ratio['ratio']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})",
+            number(period["turn_ms"]["p50"], ".0f"),
+            number(period["turn_ms"]["p95"], ".0f"),
+            "–" if ratio is None else f"{ratio['ratio']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})",
         )
     console.print(table)
 

@@ -11,6 +11,9 @@ from ropewalk.cluster.bench.queues import longest_uneven_s
 from ropewalk.cluster.bench.tables import print_outage, print_routing
 from ropewalk.cluster.cli import main
 from ropewalk.cluster.serve.application import request_router
+from ropewalk.workloads.config import ReplayConfig
+from ropewalk.workloads.load import arrival_times
+from ropewalk.workloads.metrics import ReplayResult, TurnRecord
 
 
 def test_unevenness_is_timed_without_pauses():
@@ -30,7 +33,22 @@ def test_sessions_are_skewed_and_the_same_for_every_arm():
     assert lengths == routing.session_lengths(400, 3) != routing.session_lengths(400, 4)
     assert min(lengths) == 1
     assert max(lengths) == routing.MAX_TURNS
-    assert routing.mean_turns() == pytest.approx(routing.MEAN_TURNS, rel=0.1)
+    assert sum(lengths) / len(lengths) == pytest.approx(routing.MEAN_TURNS, rel=0.15)
+
+
+def test_as_many_turns_arrive_as_are_said():
+    lengths = routing.session_lengths(40, 5)
+    rate = routing.session_rate(lengths, 5, 1.5)
+    assert sum(lengths) / arrival_times(5, range(40), rate)[-1] == pytest.approx(1.5)
+
+
+def test_turns_are_counted_while_there_are_sessions_to_begin():
+    def record(session: int, started: float, ended: float) -> TurnRecord:
+        return TurnRecord(session, 0, "a", "", 1, started, started, ended=ended)
+
+    records = [record(0, 1.0, 2.0), record(0, 2.0, 3.0), record(1, 1.0, 5.0), record(2, 3.0, 9.0)]
+    result = ReplayResult(ReplayConfig(endpoint="http://h"), "m", "s", records, 9.0, 9.0, aborted=False)
+    assert routing.saturated_turns_per_s(result) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -86,19 +104,20 @@ def test_a_ratio_of_percentiles_has_an_interval():
     assert slow["low"] > 1.9
     other = outage.ratio_of_p95(base[::-1], base, 0)
     assert other["low"] < 1.0 < other["high"]
+    assert outage.ratio_of_p95([[] for _ in base], base, 0) is None
     period = {"requests": 100, "errors": 0, "turn_ms": {"p50": 50.0, "p95": 95.0}, "p95_ratio": same}
     print_outage({"rate": 2.0, "periods": {"undisturbed": period}})
 
 
 def test_a_machine_without_a_scheduler_is_told():
     with pytest.raises(LookupError):
-        outage.scheduler_pid(os.getpid())
+        outage.scheduler_pid(os.getpid(), timeout_s=0)
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["routing", "--sessions", "0"], "--sessions must be at least 1"),
+        (["routing", "--sessions", "0"], "--sessions must be at least 9"),
         (["routing", "--rounds", "0"], "--rounds must be at least 1"),
         (["routing", "--rate", "0"], "--rate must be above 0"),
         (["routing", "--arms", "nobody"], "invalid choice"),
