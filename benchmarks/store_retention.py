@@ -47,6 +47,7 @@ from ropewalk.kernels.keys import Domain, Tokens, as_tokens, chain_key, content_
 from ropewalk.scheduler.foresight import Foresight
 from ropewalk.scheduler.retention import Use
 from ropewalk.workloads.block_cache import BlockCache
+from ropewalk.workloads.sequences import SHARED
 from ropewalk.workloads.traces import PATTERNS, TRANSCRIPTS, TraceTurn, chat, transcripts
 
 WORKLOADS = ("selector", "random", "magentic-one")
@@ -83,6 +84,7 @@ class Chunk:
     chain: str
     parent: str = field(compare=False)
     tokens: Tokens = field(compare=False, repr=False)
+    depth: int = field(compare=False)
 
     @property
     def size(self) -> int:
@@ -105,7 +107,7 @@ def whole_chunks(model: Model, tokens: Sequence[int], known: dict[str, Chunk]) -
     parent, found = root_key(TENANT), []
     for start, end in pairwise([0, *chunk_limits(cut, ChunkSizes())[:-1]]):
         chain = chain_key(parent, cut[start:end], Domain.EXACT)
-        found.append(known.setdefault(model.name + chain, Chunk(model, chain, parent, cut[start:end])))
+        found.append(known.setdefault(model.name + chain, Chunk(model, chain, parent, cut[start:end], len(found))))
         parent = chain
     return found
 
@@ -186,7 +188,7 @@ class ModelStore:
         def key(chunk: Chunk) -> Any:
             mtime = self._mtimes[chunk]
             if self._arm == "clairvoyant":
-                return self._soon(chunk, now_s)
+                return self._soon(chunk, now_s), -chunk.depth  # what stands behind it is of no use without it
             return worths.rank(chunk.model.name, chunk.chain, mtime, now_s) if worths else mtime
 
         for chunk in sorted(self._mtimes, key=key):
@@ -265,10 +267,14 @@ def replay(
     """Return shares of prompt tokens and of seconds of prefill that the store has spared."""
     replicas: dict[tuple[str, int], Replica] = {}
     homes: dict[str, int] = {}
+    num_homes: Counter[str] = Counter()
     tokens, seconds = [0, 0], [0.0, 0.0]
     for step in steps:
         turn, now_s = step.turn, step.turn.time_s
-        home = homes.setdefault(turn.session, len(homes) % num_replicas)
+        if turn.session not in homes:
+            homes[turn.session] = num_homes[step.model.name] % num_replicas
+            num_homes[step.model.name] += 1
+        home = homes[turn.session]
         replica = replicas.get((step.model.name, home))
         if replica is None:
             replica = replicas[step.model.name, home] = Replica(step.model, pool, knows_costs=knows_costs)
@@ -363,7 +369,7 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=60, help="a workload (default: %(default)s)")
     parser.add_argument("--replicas", type=int, default=2, help="of a model (default: %(default)s)")
     parser.add_argument("--pool", type=int, default=0, help="blocks of each engine's own cache (default: none)")
-    parser.add_argument("--data", type=Path, default=Path("shared/data"), help="folder with public runs")
+    parser.add_argument("--data", type=Path, default=SHARED, help="folder with public runs")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     arms = ("lru", "half", "ours", "clairvoyant") if args.replicas > 1 else ("lru", "ours", "clairvoyant")

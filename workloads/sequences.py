@@ -6,13 +6,14 @@ A file of sequences is text with one sequence a line: elements parted by blanks,
 from __future__ import annotations
 
 import csv
-import gzip
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+
+from ropewalk.workloads.files import BrokenFileError, lines_of, records_of
 
 SHARED = Path("../shared/data")
 """Where the public runs are looked for, beside the repository."""
@@ -39,15 +40,15 @@ class Sequences:
 
 
 def public_sequences(folder: Path = SHARED) -> list[Sequences]:
-    """Return those public runs that `folder` holds."""
+    """Return those public runs that `folder` holds. Raises OSError for one that cannot be read."""
     return [found for read in _PUBLIC if (found := read(folder)) is not None]
 
 
 def read_sequences(path: Path) -> Sequences:
     """Read a file of sequences. Raises `SequencesError`."""
     try:
-        lines = _lines(path)
-    except (OSError, UnicodeDecodeError) as error:
+        lines = lines_of(path)
+    except OSError as error:
         raise SequencesError(f"{path}: cannot be read ({error})") from None
     sequences = []
     for number, line in enumerate(lines, 1):
@@ -103,7 +104,10 @@ def _coding_agent(folder: Path) -> Sequences | None:
     if not path.is_file():
         return None
     sessions: dict[str, list[str]] = {}
-    for row in csv.DictReader(_lines(path)):
+    rows = csv.DictReader(lines_of(path))
+    if not {"session", "tool"} <= set(rows.fieldnames or ()):
+        raise BrokenFileError(f"{path} has no columns 'session' and 'tool'")
+    for row in rows:
         sessions.setdefault(row["session"], []).append(row["tool"])
     return Sequences("coding-agent", "commands", tuple(tuple(commands) for commands in sessions.values()))
 
@@ -114,9 +118,4 @@ _PUBLIC = (_magentic_one, _captain_agent, _tau_bench, _coding_agent)
 def _records(path: Path, sequence_of: Callable[[Any], tuple[str, ...]]) -> tuple[tuple[str, ...], ...] | None:
     if not path.is_file():
         return None
-    return tuple(sequence_of(json.loads(line)) for line in _lines(path))
-
-
-def _lines(path: Path) -> list[str]:
-    data = path.read_bytes()
-    return (gzip.decompress(data) if path.suffix == ".gz" else data).decode().splitlines()
+    return tuple(records_of(path, sequence_of))

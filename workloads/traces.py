@@ -9,10 +9,8 @@ turn at a time; the pause from one to the next is log-normal. A session that end
 
 from __future__ import annotations
 
-import gzip
 import heapq
 import itertools
-import json
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+
+from ropewalk.workloads.files import records_of
 
 PAUSE_S = 3.2
 """Median seconds from one turn of a session to the next: what a call of a coding agent's model took
@@ -197,10 +197,9 @@ def transcripts(
 
 def transcript_sessions(name: str, folder: Path, rng: random.Random, sizes: Sizes = Sizes()) -> list[list[Message]]:
     """Return what was said in each recorded run, in an order that `rng` draws. Raises OSError."""
-    with gzip.open(folder / "whowhen" / TRANSCRIPTS[name], "rt", encoding="utf-8") as file:
-        runs = [json.loads(line) for line in file]
+    runs = records_of(folder / "whowhen" / TRANSCRIPTS[name], lambda run: _messages(name, run, sizes))
     rng.shuffle(runs)
-    return [_messages(name, run, sizes) for run in runs]
+    return runs
 
 
 def _messages(name: str, run: dict[str, Any], sizes: Sizes) -> list[Message]:

@@ -42,7 +42,10 @@ def run(args: argparse.Namespace) -> int:
     except SequencesError as error:
         raise UserError(str(error)) from None
     if not args.files:
-        found = public_sequences(args.data)
+        try:
+            found = public_sequences(args.data)
+        except OSError as error:
+            raise UserError(f"--data: {error}") from None
         if not found:
             homes = "; ".join(f"{name}: {home}" for name, home in SOURCES.items())
             raise UserError(f"--data: {args.data} holds none of the public runs ({homes}); or name files of sequences")

@@ -15,13 +15,14 @@ from typing import Any
 from ropewalk.cluster.cli import UserError
 from ropewalk.scheduler.rules import RULES
 from ropewalk.workloads.sequences import SHARED
-from ropewalk.workloads.simulate.cluster import MAX_OUTSTANDING, Cluster, ClusterSettings
+from ropewalk.workloads.simulate.cache import DoesNotFitError
+from ropewalk.workloads.simulate.cluster import Cluster, ClusterSettings
 from ropewalk.workloads.simulate.mooncake import BLOCK_SIZE, MooncakeTrace, TraceError
 from ropewalk.workloads.simulate.replica import Service
 from ropewalk.workloads.simulate.request import Request
 from ropewalk.workloads.simulate.routers import ROUTER_SESSIONS, ROUTERS, SNAPSHOT_S, RouterSettings
 from ropewalk.workloads.simulate.sessions import WORKLOADS, session_requests
-from ropewalk.workloads.traces import SPREAD, Sizes
+from ropewalk.workloads.traces import SPREAD, TRANSCRIPTS, Sizes
 
 MOONCAKE = "mooncake"
 MOONCAKE_FILE = "mooncake/conversation_trace.jsonl.gz"
@@ -148,6 +149,8 @@ def _check(args: argparse.Namespace) -> None:
             raise UserError(f"--budgets must be at least 1, not {budget}")
     if not 0 < args.speed < math.inf:
         raise UserError(f"--speed must be above 0, not {args.speed}")
+    if args.programs > 1 and args.workload in TRANSCRIPTS:
+        raise UserError(f"--programs: {args.workload} is one program; its agents are as recorded")
     if not 0 <= args.spread <= 5:
         raise UserError(f"--spread must be 0 to 5, not {args.spread}")
     for name in ("imbalance", "snapshot_s"):
@@ -189,19 +192,22 @@ def _simulate(args: argparse.Namespace) -> int:
         begin = time.perf_counter()
         try:
             cluster.run(source(), _progress(label, num_requests))
-        except ValueError as error:
+        except DoesNotFitError as error:
             raise UserError(f"--budgets: {error}") from None
         wall_s = time.perf_counter() - begin
-        if cluster.is_overloaded:
+        figures = cluster.report()
+        if figures["overloaded"]:
+            waiting = f"{cluster.num_requests - cluster.num_answered:,} requests wait after {cluster.num_requests:,}"
+            behind = f"answers take until {figures['simulated_s']:,.0f} s, far behind the last request"
             print(
-                f"simulate: {label}: overloaded: {MAX_OUTSTANDING * num_replicas:,} requests wait after "
-                f"{cluster.num_requests:,}; give it more --replicas or a lower --speed",
+                f"simulate: {label}: overloaded: {waiting if cluster.is_overloaded else behind}; give it more "
+                "--replicas or a lower --speed",
                 file=sys.stderr,
             )
         reasons = dict(getattr(cluster.router, "reasons", {}))
         found = {"wall_s": wall_s, "simulated_per_s": cluster.num_requests / wall_s, "reasons": reasons}
         arm = {"blocks": budget, "retention": retention, "router": router}
-        report["arms"].append(arm | cluster.report() | found)
+        report["arms"].append(arm | figures | found)
     _write(args.json, report)
     print_simulation(report)
     return 0
@@ -258,9 +264,9 @@ def _progress(label: str, num_requests: int) -> Callable[[int], None]:
 
 
 def _validate(args: argparse.Namespace) -> int:
-    from ropewalk.cluster.bench.simulation import TOLERANCE, validate
+    from ropewalk.cluster.bench.simulation import NUM_OUTPUT, TOLERANCE, validate
     from ropewalk.cluster.bench.tables import print_validation
-    from ropewalk.workloads.traces import TRANSCRIPTS, chat, transcripts
+    from ropewalk.workloads.traces import chat, transcripts
 
     workload = args.workload or WORKLOADS[0]
     if workload == MOONCAKE or args.trace is not None:
@@ -275,7 +281,7 @@ def _validate(args: argparse.Namespace) -> int:
         raise UserError(f"--data: {error}") from None
     turns = turns[: args.requests]
     budget = (args.budgets or [VALIDATION_BUDGET])[0]
-    largest = max(-(-(len(turn.prompt) + 1) // SESSION_BLOCK_SIZE) for turn in turns)
+    largest = max(-(-(len(turn.prompt) + NUM_OUTPUT) // SESSION_BLOCK_SIZE) for turn in turns)
     if budget <= largest:
         raise UserError(f"--budgets: a turn takes up to {largest} blocks, so {budget} are too few")
     report = validate(workload, turns, budget, args.retention or VALIDATION_RULES)

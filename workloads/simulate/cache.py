@@ -21,6 +21,10 @@ WINDOW = 256
 """Free blocks that are weighed beyond those that are needed: that of `ropewalk.cluster.engine.pool`."""
 
 
+class DoesNotFitError(ValueError):
+    """A request that needs more blocks than a replica has."""
+
+
 class ReplicaCache:
     """`num_blocks` blocks of `block_size` tokens. Without a `rule` the queue stays as it is: least recently used."""
 
@@ -59,7 +63,7 @@ class ReplicaCache:
     def admit(self, request: Request) -> int | None:
         """Take the blocks of a request; return how many tokens of its prompt are cached, or None: there is no room now.
 
-        The last token of a prompt is always computed. Raises ValueError when a request would not even fit alone.
+        The last token of a prompt is always computed. Raises DoesNotFitError when a request would not even fit alone.
         """
         free, held, blocks = self._free, self._held, request.blocks
         hit = num_revived = 0
@@ -73,7 +77,7 @@ class ReplicaCache:
         missing = needed - hit - self.num_empty
         if missing > len(free) - num_revived:
             if needed > self.num_blocks:
-                raise ValueError(f"a request of {needed} blocks does not fit into {self.num_blocks}")
+                raise DoesNotFitError(f"a request of {needed} blocks does not fit into {self.num_blocks}")
             return None
         if num_revived:
             for name in blocks[:hit]:

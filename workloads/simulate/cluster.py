@@ -24,6 +24,10 @@ MAX_OUTSTANDING = 1000
 """Requests a replica, on average, that may be under way: a cluster that falls behind further is overloaded, and would
 only fill memory."""
 
+BEHIND, BEHIND_S = 1.2, 30.0
+"""A cluster is overloaded, too, that needs so many times as long for its answers as requests come for, and seconds
+more: its times depend on where the trace ends."""
+
 PROGRESS_EVERY = 4096
 
 
@@ -72,14 +76,14 @@ class Cluster:
         self._sessions: dict[str, deque[Request] | None] = {}
         """Sessions that wait for an answer, with the requests that wait behind it."""
         self._first_s: float | None = None
-        self._last_s = 0.0
+        self._last_s = self._last_arrival_s = 0.0
         self._events: list[tuple[float, int, int]] = []
         """(when, replica, its version): one that is not of a replica's last version is void."""
         self._versions = [0] * settings.num_replicas
 
     def run(self, requests: Iterable[Request], progress: Callable[[int], None] | None = None) -> None:
-        """Answer all requests, which come by time, unless the cluster is overloaded. Raises ValueError when one does
-        not fit into a replica's cache.
+        """Answer all requests, which come by time, unless the cluster is overloaded. Raises DoesNotFitError when
+        one does not fit into a replica's cache.
         """
         events, versions = self._events, self._versions
         most = MAX_OUTSTANDING * self.settings.num_replicas
@@ -93,6 +97,7 @@ class Cluster:
                 if self.num_requests - self.num_answered > most:
                     self.is_overloaded = True
                     break
+                self._last_arrival_s = coming.time_s
                 self._receive(coming)
                 coming = next(source, None)
             if self.is_overloaded or not events:
@@ -164,11 +169,12 @@ class Cluster:
 
     def report(self) -> dict[str, Any]:
         """What was measured: times in seconds, `hit_rate` of prompt tokens."""
-        elapsed = self._last_s - (self._first_s or 0.0)
+        first_s = self._first_s or 0.0
+        elapsed, arriving = self._last_s - first_s, self._last_arrival_s - first_s
         return {
             "requests": self.num_requests,
             "answered": self.num_answered,
-            "overloaded": self.is_overloaded,
+            "overloaded": self.is_overloaded or elapsed > BEHIND * arriving + BEHIND_S,
             "hit_rate": self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0,
             "prompt_tokens": self.prompt_tokens,
             "computed_tokens": self.prompt_tokens - self.cached_tokens,

@@ -71,6 +71,7 @@ def test_an_overloaded_cluster_is_said(tmp_path, capsys):
         (["--replicas", "-1"], "--replicas must be at least 1, not -1"),
         (["--budgets", "0"], "--budgets must be at least 1, not 0"),
         (["--speed", "0"], "--speed must be above 0"),
+        (["--workload", "captain-agent", "--programs", "2"], "--programs: captain-agent is one program"),
         (["--speed", "nan"], "--speed must be above 0"),
         (["--decode-s", "0"], "--decode-s must be above 0"),
         (["--router-sessions", "0"], "--router-sessions must be at least 1"),

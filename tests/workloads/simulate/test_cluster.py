@@ -101,6 +101,15 @@ def test_a_cluster_that_falls_behind_without_end_is_stopped_and_says_so():
     assert cluster.num_requests < 2000
 
 
+@pytest.mark.parametrize(("prefill_tokens_per_s", "overloaded"), [(10.0, True), (200.0, False)])
+def test_a_cluster_whose_answers_take_far_longer_than_requests_come_for_is_overloaded(prefill_tokens_per_s, overloaded):
+    service = Service(prefill_tokens_per_s=prefill_tokens_per_s)
+    cluster = Cluster(ClusterSettings(1, 100, BLOCK, service=service), RoundRobin(1))
+    cluster.run(Request(float(at), None, "", 100, 1, ()) for at in range(10))
+    assert cluster.num_answered == 10
+    assert cluster.report()["overloaded"] is overloaded
+
+
 def test_no_requests_are_no_error():
     cluster = Cluster(ClusterSettings(1, 10, BLOCK), RoundRobin(1))
     cluster.run([])
