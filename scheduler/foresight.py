@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from ropewalk.scheduler.markov import MAX_ORDER, VariableOrder
-from ropewalk.scheduler.retention import MAX_AGENTS, MAX_BLOCKS, MAX_SESSIONS, Retention, Use
+from ropewalk.scheduler.retention import MAX_BLOCKS, MAX_SESSIONS, RecentAgents, Retention, Use
 
 Past = tuple[str, ...]
 
@@ -165,7 +165,7 @@ class Foresight(Retention):
         self.order = order
         self.pauses = Pauses()
         self._learner = VariableOrder(order)
-        self._agents: OrderedDict[str, None] = OrderedDict()
+        self._agents = RecentAgents(self._learner)
         self._ends = SessionEnds()
         self._live: OrderedDict[str, _Live] = OrderedDict()
         self._outlooks: OrderedDict[Past, tuple[int, Mapping[str, Sequence[tuple[int, float]]]]] = OrderedDict()
@@ -253,10 +253,7 @@ class Foresight(Retention):
         self._learner.observe(past, following)
         self._num_observed += 1
         if following != END:
-            self._agents[following] = None
-            self._agents.move_to_end(following)
-            if len(self._agents) > MAX_AGENTS:
-                self._learner.remove(self._agents.popitem(last=False)[0])
+            self._agents.note(following)
 
     def _p_end(self, past: Past) -> float:
         return self._learner.probability(past, END)

@@ -116,6 +116,21 @@ class Retention:
         return (-1.0, 0, 0) if use is None else (self.worth(use), use.turn, -use.depth)
 
 
+class RecentAgents:
+    """The agents of the latest turns, `MAX_AGENTS` at most; what a learner knows of all others is forgotten."""
+
+    def __init__(self, learner: VariableOrder) -> None:
+        self._learner = learner
+        self._agents: OrderedDict[str, None] = OrderedDict()
+
+    def note(self, agent: str) -> None:
+        """An agent has the floor, and the learner has observed it."""
+        self._agents[agent] = None
+        self._agents.move_to_end(agent)
+        if len(self._agents) > MAX_AGENTS:
+            self._learner.remove(self._agents.popitem(last=False)[0])
+
+
 Lru = Retention
 
 
@@ -146,17 +161,18 @@ class FirstOrder(Retention):
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         super().__init__(max_blocks)
         self._learner = VariableOrder(1, smoothing="additive", half_life=math.inf)
+        self._agents = RecentAgents(self._learner)
         self._at: OrderedDict[str, tuple[str, int]] = OrderedDict()
         self._survival: dict[str, float] = {}
 
     def begin(self, session: str | None, agent: str, now_s: float) -> None:
         super().begin(session, agent, now_s)
-        if session is None:
-            self._learner.observe((), agent)
-            return
-        before = self._at.pop(session, None)
+        before = self._at.pop(session, None) if session is not None else None
         if before is None or before[0] != agent:
             self._learner.observe(() if before is None else (before[0],), agent)
+        self._agents.note(agent)
+        if session is None:
+            return
         self._at[session] = agent, self.num_turns
         while self._at and next(iter(self._at.values()))[1] <= self.num_turns - FORGOTTEN:
             self._at.popitem(last=False)

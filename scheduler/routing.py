@@ -48,8 +48,8 @@ QUEUE_TOKENS = 256
 prompt is cached. With twice as much, sessions leave too early: the simulator hits less."""
 
 SESSION_SHARE = 1.0
-"""Sessions by which a replica may exceed the mean and still attract new ones by its warm anchors: a session is a
-stream of requests, so skew of sessions becomes skew of queues later."""
+"""Sessions by which a replica may exceed the mean and still attract new ones by anchors that are warm there alone: a
+session is a stream of requests, so skew of sessions becomes skew of queues later."""
 
 NODE_SHARE = 0.9
 """Worth of tokens warm on the same node only: its store has them, but they are read, turned and copied into the engine
@@ -256,7 +256,7 @@ def _rank(
         return replica not in full and queue[replica] <= max(shortest + slack, mean * (1 + RELATIVE_SLACK))
 
     def score(replica: str) -> tuple[bool, float, bool, float, int]:
-        warm = anchor_warm.get(replica, 0.0) if attracts(replica) else 0.0
+        warm = anchor_worth(replica)
         if near is not None and _share_node(replicas[replica], replicas[near]):
             warm += NODE_SHARE * max(history - warm, 0.0)
         # Equals are told apart by where the session was last, then by sessions, then by a hash that spreads different
@@ -266,13 +266,16 @@ def _rank(
 
     fair_share = sum(sessions.values()) / len(sessions) + SESSION_SHARE
 
-    def attracts(replica: str) -> bool:
-        return within(replica, ANCHOR_SLACK) and (home is not None or sessions[replica] < fair_share)
+    def anchor_worth(replica: str) -> float:
+        warm = anchor_warm.get(replica, 0.0) if within(replica, ANCHOR_SLACK) else 0.0
+        # Beyond its share it has no advantage over the others; nor a disadvantage, where they have the anchor too.
+        return min(warm, elsewhere) if home is None and sessions[replica] >= fair_share else warm
 
     last = _last(hints.session, replicas, snapshot, local)
     home = _home(hints.session, agent, last, replicas, snapshot, local)
     near = last if home is None and hints.reuse else home
     history = _history_tokens(hints, snapshot)
+    elsewhere = max((anchor_warm.get(r, 0.0) for r in replicas if sessions[r] < fair_share), default=0.0)
 
     def stays(home: str) -> bool:
         if home in full:
@@ -282,7 +285,8 @@ def _rank(
         if mean >= 1 and queue[home] + 1 > UNEVEN * (mean + 1 / len(queue)):
             return False
         return all(
-            queue[home] - queue[other] <= _session_slack(history, replicas[home], replicas[other])
+            queue[home] - queue[other]
+            <= _session_slack(history, anchor_warm.get(other, 0.0), replicas[home], replicas[other])
             for other in replicas.keys() - full
         )
 
@@ -290,7 +294,7 @@ def _rank(
     if home is not None and stays(home):
         order.remove(home)
         return Ranking([home, *order], RouteReason.SESSION, history)
-    warm = anchor_warm.get(order[0], 0.0) if attracts(order[0]) else 0.0
+    warm = anchor_worth(order[0])
     if warm:
         reason = RouteReason.ANCHOR
     else:
@@ -346,11 +350,16 @@ def _share_node(one: ReplicaView, other: ReplicaView) -> bool:
     return bool(one.node) and one.node == other.node
 
 
-def _session_slack(history: int, home: ReplicaView, other: ReplicaView) -> float:
-    """Requests that `home` may have more than `other`: what moving loses, in requests' worth of tokens."""
+def _session_slack(history: int, warm: float, home: ReplicaView, other: ReplicaView) -> float:
+    """Requests that `home` may have more than `other`: what moving loses, in requests' worth of tokens.
+
+    `history`: tokens of the prompt that `home` has, as far as is known; `warm`: those that `other` has of its anchor.
+    """
     if not history:
         return SESSION_SLACK
-    lost = history * (1 - NODE_SHARE) if _share_node(home, other) else history
+    lost = max(history - warm, 0.0)
+    if _share_node(home, other):
+        lost *= 1 - NODE_SHARE
     return min(SESSION_SLACK, lost / QUEUE_TOKENS)
 
 

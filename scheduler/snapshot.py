@@ -15,8 +15,8 @@ from ropewalk.agents.sketch import AnchorSketch, clean_agent_name
 from ropewalk.scheduler.handovers import Predictability
 
 LIVE_S = 60.0
-"""Seconds since its last turn for which a session's outlook is published: one that waits longer, for a person or a long
-tool run, gives no notice of when it goes on."""
+"""Seconds since its last turn for which a session's outlook is published, and counts as load of its replica: one that
+waits longer, for a person or a long tool run, gives no notice of when it goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +96,9 @@ class Snapshot:
 
     @cached_property
     def sessions_by_replica(self) -> Mapping[str, int]:
-        """Sessions whose last turn was on each replica."""
-        return Counter(view.replicas[0] for view in self.sessions.values() if view.replicas)
+        """Sessions whose last turn was on each replica, in the last `LIVE_S` seconds: most of the others have ended."""
+        first_s = self.time_s - LIVE_S
+        return Counter(view.replicas[0] for view in self.sessions.values() if view.replicas and view.last_s >= first_s)
 
     def agent_of(self, name: str | None, sketch: AnchorSketch | None) -> str | None:
         """The agent of a request: its explicit name, else the one its sketch matches, else None."""

@@ -273,8 +273,9 @@ def test_a_prewarmed_anchor_is_worth_what_it_would_be_had_sessions_used_it_and_n
     assert rule.worth(rule._uses["warm"]) > 0
 
 
-def test_agents_that_are_named_anew_for_each_task_are_forgotten() -> None:
-    rule = Foresight()
+@pytest.mark.parametrize("make", [Foresight, FirstOrder])
+def test_agents_that_are_named_anew_for_each_task_are_forgotten(make: type[Foresight | FirstOrder]) -> None:
+    rule = make()
     for number in range(2 * MAX_AGENTS):
         rule.begin(f"s{number}", f"worker-{number}", float(number))
         rule.used(f"s{number}", f"worker-{number}", ["shared"])

@@ -23,7 +23,7 @@ from ropewalk.scheduler.routing import (
     agent_key,
     rank_replicas,
 )
-from ropewalk.scheduler.snapshot import Snapshot
+from ropewalk.scheduler.snapshot import LIVE_S, Snapshot
 from ropewalk.scheduler.state import Observation, SchedulerState
 
 ANCHOR = anchor_sketch(
@@ -203,6 +203,18 @@ def test_a_session_leaves_when_waiting_costs_more_than_its_history(
     assert ranking.order[0] == expected
 
 
+def test_what_leaving_loses_is_what_is_not_warm_elsewhere() -> None:
+    tokens = ANCHOR.num_chars // 4
+    hints = RequestHints("s", "planner", ANCHOR, num_prompt_chars=4 * (tokens + 300))
+    candidates = views(2, 0, 0, 0)
+    for others, expected in (([], "r0"), (["r1"], "r1")):
+        local = LocalAffinity()
+        for number, replica in enumerate(others):
+            local.remember(replica, f"other-{number}", "planner")
+        local.remember("r0", "s", "planner")
+        assert rank_replicas(hints, candidates, None, local).order[0] == expected
+
+
 def test_a_new_session_goes_to_a_warm_anchor() -> None:
     known = snapshot(("other", "planner", "r2"))
     hints = RequestHints("new", sketch=ANCHOR)
@@ -219,6 +231,22 @@ def test_a_hot_anchor_spreads_over_the_replicas() -> None:
         chosen[ranking.order[0]] += 1
         local.remember(ranking.order[0], hints.session, agent_key(hints, None))
     assert max(chosen.values()) - min(chosen.values()) <= 2
+
+
+def test_more_sessions_are_no_reason_to_wait_where_the_anchor_is_warm_on_both() -> None:
+    """The replica with fewer sessions has the longer queue just now."""
+    known = snapshot(*((f"s{i}", "planner", "r0") for i in range(5)), ("t", "planner", "r1"))
+    ranking = rank_replicas(RequestHints("new", "planner", ANCHOR), views(0, 2), known)
+    assert (ranking.order[0], ranking.reason) == ("r0", RouteReason.ANCHOR)
+    assert rank_replicas(RequestHints("new", "planner", ANCHOR), views(0, 0), known).order[0] == "r1", "of equals"
+
+
+def test_sessions_that_were_silent_for_long_do_not_count() -> None:
+    state = SchedulerState()
+    for i in range(5):
+        state.observe(Observation(f"old-{i}", "planner", None, "m", "r0", "n", 1.0))
+    state.observe(Observation("now", "planner", None, "m", "r1", "n", 1.0 + 2 * LIVE_S))
+    assert rank_replicas(RequestHints("new"), views(0, 0), state.snapshot()).order[0] == "r0"
 
 
 def test_an_anchor_does_not_hold_requests_without_sessions_on_a_busy_replica() -> None:
