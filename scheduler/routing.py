@@ -252,8 +252,18 @@ def _rank(
     agent = agent if agent is not None else agent_key(hints, snapshot)
     anchor_warm = _anchor_tokens(hints, agent, replicas, snapshot, local)
 
-    def within(replica: str, slack: float) -> bool:
-        return replica not in full and queue[replica] <= max(shortest + slack, mean * (1 + RELATIVE_SLACK))
+    last = _last(hints.session, replicas, snapshot, local)
+    home = _home(hints.session, agent, last, replicas, snapshot, local)
+    near = last if home is None and hints.reuse else home
+    history = _history_tokens(hints, snapshot)
+    fair_share = sum(sessions.values()) / len(sessions) + SESSION_SHARE
+    elsewhere = max((anchor_warm.get(r, 0.0) for r in replicas if sessions[r] < fair_share), default=0.0)
+
+    def anchor_worth(replica: str) -> float:
+        is_within = replica not in full and queue[replica] <= max(shortest + ANCHOR_SLACK, mean * (1 + RELATIVE_SLACK))
+        warm = anchor_warm.get(replica, 0.0) if is_within else 0.0
+        # Beyond its share it has no advantage over the others; nor a disadvantage, where they have the anchor too.
+        return min(warm, elsewhere) if home is None and sessions[replica] >= fair_share else warm
 
     def score(replica: str) -> tuple[bool, float, bool, float, int]:
         warm = anchor_worth(replica)
@@ -264,31 +274,17 @@ def _rank(
         tie = xxhash.xxh3_64_intdigest(f"{hints.session}\0{agent}\0{replica}".encode("utf-8", "surrogatepass"))
         return (replica in full, QUEUE_TOKENS * queue[replica] - warm, replica != last, sessions[replica], tie)
 
-    fair_share = sum(sessions.values()) / len(sessions) + SESSION_SHARE
-
-    def anchor_worth(replica: str) -> float:
-        warm = anchor_warm.get(replica, 0.0) if within(replica, ANCHOR_SLACK) else 0.0
-        # Beyond its share it has no advantage over the others; nor a disadvantage, where they have the anchor too.
-        return min(warm, elsewhere) if home is None and sessions[replica] >= fair_share else warm
-
-    last = _last(hints.session, replicas, snapshot, local)
-    home = _home(hints.session, agent, last, replicas, snapshot, local)
-    near = last if home is None and hints.reuse else home
-    history = _history_tokens(hints, snapshot)
-    elsewhere = max((anchor_warm.get(r, 0.0) for r in replicas if sessions[r] < fair_share), default=0.0)
-
     def stays(home: str) -> bool:
-        if home in full:
+        is_long = queue[home] > mean * (1 + RELATIVE_SLACK)
+        is_uneven = is_long and mean >= 1 and queue[home] + 1 > UNEVEN * (mean + 1 / len(queue))
+        if home in full or is_uneven:
             return False
-        if queue[home] <= mean * (1 + RELATIVE_SLACK):
-            return True
-        if mean >= 1 and queue[home] + 1 > UNEVEN * (mean + 1 / len(queue)):
-            return False
-        return all(
-            queue[home] - queue[other]
-            <= _session_slack(history, anchor_warm.get(other, 0.0), replicas[home], replicas[other])
-            for other in replicas.keys() - full
-        )
+        for other in replicas.keys() - full:
+            slack = _session_slack(history, anchor_warm.get(other, 0.0), replicas[home], replicas[other])
+            # A history that another replica has to compute costs everybody: not for a queue that is like all others.
+            if queue[home] - queue[other] > slack and (is_long or _share_node(replicas[home], replicas[other])):
+                return False
+        return True
 
     order = sorted(replicas, key=score)
     if home is not None and stays(home):

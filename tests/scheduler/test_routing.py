@@ -203,6 +203,21 @@ def test_a_session_leaves_when_waiting_costs_more_than_its_history(
     assert ranking.order[0] == expected
 
 
+def test_of_many_replicas_a_queue_like_the_mean_is_not_left() -> None:
+    local = LocalAffinity()
+    local.remember("r0", "s", None)
+    assert rank_replicas(RequestHints("s"), views(*[1] * 16), None, local).order[0] == "r0"
+
+
+@pytest.mark.parametrize(("node", "first"), [("n0", "r1"), ("n1", "r0")])
+def test_a_queue_like_all_others_is_left_only_where_a_store_has_the_history(node: str, first: str) -> None:
+    local = LocalAffinity()
+    local.remember("r0", "s", None)
+    candidates = [ReplicaView("r0", 5, "n0"), ReplicaView("r1", 3, node)]
+    ranking = rank_replicas(RequestHints("s", num_prompt_chars=4 * 300), candidates, None, local)
+    assert ranking.order[0] == first
+
+
 def test_what_leaving_loses_is_what_is_not_warm_elsewhere() -> None:
     tokens = ANCHOR.num_chars // 4
     hints = RequestHints("s", "planner", ANCHOR, num_prompt_chars=4 * (tokens + 300))
