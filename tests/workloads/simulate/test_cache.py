@@ -58,7 +58,7 @@ def test_every_rule_hits_what_the_model_of_one_cache_hits_while_the_window_holds
 
 
 @given(data=st.data(), name=st.sampled_from([None, *RULES]), num_blocks=st.integers(4, 12))
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 def test_whatever_runs_together_every_block_is_held_free_or_empty(data, name, num_blocks):
     cache = ReplicaCache(num_blocks, BLOCK, None if name is None else RULES[name](), window=2)
     running: list[Request] = []
