@@ -156,12 +156,13 @@ def ratio_of_p95(latencies: list[list[float]], base: list[list[float]], seed: in
 async def _kill_twice(cluster: Any, seconds: float) -> None:
     for _ in range(2):
         await asyncio.sleep(seconds / 3)
-        os.kill(scheduler_pid(cluster.pid), signal.SIGKILL)
+        # In a thread: it may have to wait, and the load is put on by this one.
+        os.kill(await asyncio.to_thread(scheduler_pid, cluster.pid), signal.SIGKILL)
 
 
 async def _stop_for_a_while(cluster: Any, seconds: float) -> None:
     await asyncio.sleep(seconds / 4)
-    pid = scheduler_pid(cluster.pid)
+    pid = await asyncio.to_thread(scheduler_pid, cluster.pid)
     os.kill(pid, signal.SIGSTOP)
     try:
         await asyncio.sleep(seconds / 2)
